@@ -1,0 +1,305 @@
+"""The paper's mathematics as pure differentiable functions, each under its equation.
+
+Every scale is a power of two, so every quantised value is an integer times 2^e and float32 computes with it exactly.
+Powers of two are therefore never computed by `exp2` or `log2` (vectorised versions need not be exact) but written to
+and read from the exponent field.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+LN2 = math.log(2.0)
+MAX_THRESHOLD = 2**14  # of a neuron behind BSPN, in units of 2^-F
+MAX_OFFSET = 2**20
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Powers of two
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def exp2_int(k: Tensor) -> Tensor:
+    """2^k for integral k in -126 … 127, exactly: k goes into the exponent field of a float32."""
+    return ((k.to(torch.int32).clamp(-126, 127) + 127) << 23).view(torch.float32)
+
+
+def frexp(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x = m · 2^e with m in [½, 1) for normal x > 0 of float32 or float64 (bit fields: `torch.frexp` is not fused)."""
+    if x.dtype == torch.float64:
+        bits = x.view(torch.int64)
+        exponent = (bits >> 52) - 1022
+        mantissa = ((bits & 0xFFFFFFFFFFFFF) | (1022 << 52)).view(torch.float64)
+    else:
+        bits = x.float().view(torch.int32)
+        exponent = (bits >> 23) - 126
+        mantissa = ((bits & 0x7FFFFF) | (126 << 23)).view(torch.float32)
+    return mantissa, exponent.to(torch.int32)
+
+
+def log2_nearest(x: Tensor, rounding: str = "log") -> Tensor:
+    """The integer k for which 2^k is nearest to x > 0: in the logarithm (the lemma's ⟦log2 x⟧) or in value."""
+    mantissa, exponent = frexp(x)
+    threshold = math.sqrt(0.5) if rounding == "log" else 0.75
+    return exponent - 1 + (mantissa >= threshold).to(torch.int32)
+
+
+class _StraightThrough(Function):
+    """hard in the forward pass, the gradient of soft in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, hard: Tensor, soft: Tensor) -> Tensor:
+        return hard.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return None, grad
+
+
+def straight_through(hard: Tensor, soft: Tensor) -> Tensor:
+    return _StraightThrough.apply(hard.detach(), soft)
+
+
+def power_of_two(x: Tensor, rounding: str = "log") -> Tensor:
+    """sign(x) · 2^⟦log2 |x|⟧, never 0. Straight through in the logarithm: ∂out/∂x = out / x."""
+    magnitude = x.detach().float().abs().clamp_min(2.0**-60)
+    hard = exp2_int(log2_nearest(magnitude, rounding))
+    hard = torch.where(x < 0, -hard, hard)
+    return straight_through(hard, x * (hard.abs() / magnitude))
+
+
+class _ScaleFromLog2(Function):
+    @staticmethod
+    def forward(ctx, log2_scale: Tensor, rounding: str) -> Tensor:
+        round_up = 0.5 if rounding == "log" else 1 - math.log2(1.5)
+        scale = exp2_int(torch.floor(log2_scale.float() + round_up))
+        ctx.save_for_backward(scale)
+        return scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        (scale,) = ctx.saved_tensors
+        return grad * scale * LN2, None
+
+
+def scale_from_log2(log2_scale: Tensor, rounding: str = "log") -> Tensor:
+    """α = 2^⟦ℓ⟧ for the trained parameter ℓ: a power of two after every optimizer step. ∂α/∂ℓ = α ln 2."""
+    return _ScaleFromLog2.apply(log2_scale, rounding)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Quantisers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def binarize(weight: Tensor, scale: Tensor) -> Tensor:
+    """W_B = s · sign(W − mean W), the mean over each row; sign(0) = +1.
+
+    Straight through without clipping, so no weight ever stops learning: ∂W_B/∂W = 1 (around the row's mean).
+    """
+    centred = weight - weight.mean(dim=-1, keepdim=True)
+    sign = torch.where(centred < 0, -1.0, 1.0)
+    return straight_through(scale * sign, centred) + (scale - scale.detach()) * sign
+
+
+def fixed_point(weight: Tensor, bits: int = 8) -> Tensor:
+    """Each row of W as `bits`-bit integers times 2^e, e the least exponent that holds the row. Straight through."""
+    top = 2 ** (bits - 1) - 1
+    scale = fixed_point_scale(weight, bits)
+    return straight_through((weight / scale).round().clamp(-top, top) * scale, weight)
+
+
+def fixed_point_scale(weight: Tensor, bits: int = 8) -> Tensor:
+    top = 2 ** (bits - 1) - 1
+    largest = weight.detach().float().abs().amax(dim=-1, keepdim=True).clamp_min(2.0**-40) / top
+    mantissa, exponent = frexp(largest)
+    return exp2_int(exponent - (mantissa == 0.5).to(torch.int32))
+
+
+def round_to_grid(x: Tensor, grid: Tensor) -> Tensor:
+    """x rounded to a multiple of the power of two `grid`, at most 2^22 steps from 0. Straight through."""
+    steps = torch.round(x.detach() / grid.detach()).clamp(-(2.0**22), 2.0**22)
+    return straight_through(steps * grid.detach(), x)
+
+
+def count_range(num_steps: int, encoding: str) -> tuple[int, int]:
+    """The least and the largest count (lo, hi) that an encoding carries in T steps."""
+    if encoding == "unsigned":
+        return 0, num_steps - 1
+    if encoding == "signed":
+        return -(num_steps - 1), num_steps - 1
+    if encoding == "offset":
+        return -(num_steps // 2), num_steps // 2 - 1
+    raise ValueError(f"encoding is {encoding!r}: it must be 'unsigned', 'signed' or 'offset'")
+
+
+def elastic_quantize(
+    x: Tensor, scale: Tensor, lo: int, hi: int, shift: Tensor | None = None, count: Tensor | None = None
+) -> Tensor:
+    """α · clip(⌊(x − β)/α + ½⌋, lo, hi), the value that a spike neuron hands on.
+
+    Backward: the floor is skipped, the clip is not; so α and β learn from every element, x from those in range
+    (LSQ's gradient falls out: ∂/∂α = c − (x − β)/α in range, lo or hi outside).
+    `count`, where given, replaces the rounded value in the forward pass (the exact count of a fused threshold).
+    """
+    level = (x if shift is None else x - shift) / scale
+    if count is None:
+        count = torch.floor(level.detach() + 0.5).clamp(lo, hi)
+    return straight_through(count, level.clamp(lo, hi)) * scale
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# PTsoftmax (Algorithm 2)
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _PTSoftmax(Function):
+    @staticmethod
+    def forward(ctx, z: Tensor, mask: Tensor | None, fraction_bits: int, rounding: str) -> Tensor:
+        ceiled = torch.ceil(z.float())
+        if mask is not None:
+            ceiled = ceiled.masked_fill(~mask, -(2.0**30))
+        shifted = ceiled - ceiled.amax(dim=-1, keepdim=True)  # s' = ⌈z⌉ − max⌈z⌉
+        keep = shifted >= -fraction_bits
+        if mask is not None:
+            keep = keep & mask
+        # Z needs up to fraction_bits + log2(length) bits: float64 holds it exactly at every length.
+        total = torch.where(keep, exp2_int(shifted), 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64)
+        k = log2_nearest(total.clamp_min(1.0), rounding)
+        probs = torch.where(keep, exp2_int(shifted - k), 0.0)
+        ctx.save_for_backward(probs, (exp2_int(k) / total.clamp_min(1.0)).float())
+        return probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        probs, ratio = ctx.saved_tensors  # ratio = 2^k / Z, so that A / Z = P · ratio
+        weighted = probs * grad
+        return LN2 * (weighted - probs * ratio * weighted.sum(dim=-1, keepdim=True)), None, None, None
+
+
+def ptsoftmax(z: Tensor, mask: Tensor | None = None, fraction_bits: int = 16, rounding: str = "log") -> Tensor:
+    """P = A ≫ k with A = 2^{s'}, s' = ⌈z⌉ − max⌈z⌉, Z = Σ A, k = ⟦log2 Z⟧ (Algorithm 2).
+
+    `mask` is True where a position counts; the others get 0 and add nothing to Z. A keeps `fraction_bits` bits.
+    `rounding="log"` is what the lemma's bound needs; "value" (threshold 1.5·2^m) is the published code's.
+    Backward: ceiling and rounding skipped: ∂P_i/∂z_j = ln 2 · P_i (δ_ij − A_j / Z).
+    """
+    return _PTSoftmax.apply(z, mask, fraction_bits, rounding)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# BSPN (Algorithm 1)
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def group_exponent(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """k = ⌈log2 S⌉ and Σ|X| of each group, S = mean |X| over its n channels; x [..., d] -> [..., groups, 1].
+
+    The mean is never taken: with Σ|X| = m_x 2^{e_x} and n = m_n 2^{e_n}, ⌈log2(Σ|X| / n)⌉ = e_x − e_n + [m_x > m_n].
+    """
+    grouped = x.unflatten(-1, (groups, -1))
+    total = grouped.abs().sum(dim=-1, keepdim=True)
+    mantissa, exponent = frexp(total)
+    n_mantissa, n_exponent = math.frexp(grouped.shape[-1])
+    return exponent - n_exponent + (mantissa > n_mantissa).to(torch.int32), total
+
+
+class _GroupShift(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, groups: int, fraction_bits: int, rounding: str, through_scale: bool) -> Tensor:
+        x = x.float()
+        k, total = group_exponent(x, groups)
+        k = k.clamp(-100, 100)
+        half = 0.5 if rounding == "nearest" else 0.0
+        scaled = torch.floor(x.unflatten(-1, (groups, -1)) * exp2_int(fraction_bits - k) + half)
+        x_hat = (scaled * 2.0**-fraction_bits).flatten(-2)
+        ctx.groups, ctx.through_scale = groups, through_scale
+        ctx.save_for_backward(x, x_hat, exp2_int(-k), total)
+        return x_hat
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        x, x_hat, inverse, total = ctx.saved_tensors
+        grad = grad.float().unflatten(-1, (ctx.groups, -1))
+        grad_x = grad * inverse
+        if ctx.through_scale:  # as if 2^k were proportional to Σ|X|
+            x, x_hat = x.unflatten(-1, (ctx.groups, -1)), x_hat.unflatten(-1, (ctx.groups, -1))
+            pull = (grad * x_hat).sum(dim=-1, keepdim=True) / total.clamp_min(1e-30)
+            grad_x = grad_x - torch.sign(x) * pull
+        return grad_x.flatten(-2), None, None, None, None
+
+
+def group_shift(
+    x: Tensor, groups: int, fraction_bits: int, rounding: str = "floor", through_scale: bool = False
+) -> Tensor:
+    """Step 1 of BSPN: Φ(X) = X ≫ k per group, with `fraction_bits` fraction bits kept (floor, as a shifter does).
+
+    A group of zeros stays zero. Backward: 2^-k (k constant, as in the paper's proof), or, with `through_scale`,
+    as for a division by S itself.
+    """
+    return _GroupShift.apply(x, groups, fraction_bits, rounding, through_scale)
+
+
+class _PowerNorm(Function):
+    """X̂ = X / ψ with PowerNorm's backward: ψ is a running statistic, and so is ν, what it owes to the gradient.
+
+    dX = (dX̂ − ν ⊙ X̂) / ψ;  ν ← ν (1 − (1−α) Γ) + (1−α) Λ,  Γ = mean X̂², Λ = mean dX̂ ⊙ X̂ over valid tokens.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, psi: Tensor, nu: Tensor, weight: Tensor, momentum: float) -> Tensor:
+        x_norm = x / psi
+        ctx.save_for_backward(x_norm, psi, weight)
+        ctx.nu, ctx.momentum = nu, momentum  # nu is a buffer that the backward pass updates, hence not saved
+        return x_norm
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        x_norm, psi, weight = ctx.saved_tensors
+        corrected = grad - ctx.nu * x_norm
+        owed = (corrected * x_norm * weight).flatten(0, -2).sum(dim=0)  # Λ − ν Γ
+        ctx.nu.add_(owed, alpha=1.0 - ctx.momentum)
+        return corrected / psi, None, None, None, None
+
+
+def power_norm(x: Tensor, psi: Tensor, nu: Tensor, weight: Tensor, momentum: float) -> Tensor:
+    """Step 2 of BSPN in training: X / ψ; `weight` is `valid_token_weight`; ν is updated by the backward pass."""
+    return _PowerNorm.apply(x, psi, nu, weight, momentum)
+
+
+def valid_token_weight(x: Tensor, mask: Tensor | None) -> Tensor:
+    """1/N on valid tokens and 0 on padding, [..., 1]: a sum with it is a mean over the tokens that exist."""
+    if mask is None:
+        return x.new_full((*x.shape[:-1], 1), 1.0 / x[..., 0].numel())
+    weight = mask.to(x.dtype).unsqueeze(-1)
+    return weight / weight.sum().clamp_min(1.0)
+
+
+def merge_threshold(
+    gain: Tensor, bias: Tensor, scale: Tensor, shift: Tensor, fraction_bits: int
+) -> tuple[Tensor, Tensor]:
+    """Fold BSPN's affine part into the neuron behind it: integers (θ, b) per channel, in units of 2^-F.
+
+    ⌊(g X̂ + β − β_SN)/α + ½⌋ = ⌊(X̂ + b)/θ + ½⌋ with θ = α/g and b = (β − β_SN)/g; θ carries the sign of g.
+    """
+    gain, bias, scale, shift = (t.detach().double() for t in (gain, bias, scale, shift))
+    sign = torch.where(gain < 0, -1.0, 1.0).double()
+    threshold = torch.round(scale * 2.0**fraction_bits / gain.abs().clamp_min(1e-30)).clamp(1, MAX_THRESHOLD) * sign
+    offset = torch.round((bias - shift) / scale * threshold).clamp(-MAX_OFFSET, MAX_OFFSET)
+    return threshold.float(), offset.float()
+
+
+def merged_count(x_hat: Tensor, threshold: Tensor, offset: Tensor, fraction_bits: int, lo: int, hi: int) -> Tensor:
+    """clip(⌊(X̂ + b + θ/2) / θ⌋, lo, hi) for `merge_threshold`'s integers.
+
+    Exact: numerator and denominator are integers (in halves) below 2^23, so the correctly rounded quotient reaches an
+    integer only where the true one does.
+    """
+    return torch.floor((x_hat * 2.0**fraction_bits + offset + 0.5 * threshold) / threshold).clamp(lo, hi)
