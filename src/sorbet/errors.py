@@ -1,4 +1,4 @@
-"""The one exception that Sorbet raises on purpose: its message is written for the person who reads it."""
+"""What Sorbet raises and warns of on purpose: messages written for the person who reads them."""
 
 
 class SorbetError(ValueError):
@@ -6,8 +6,16 @@ class SorbetError(ValueError):
 
 
 class ArtifactError(SorbetError):
-    """A `.sorbet` file that cannot be trusted or read."""
+    """A `.sorbet` file that cannot be read or trusted."""
 
 
 class ConversionError(SorbetError):
     """A model that has no exact integer form."""
+
+
+class DataError(SorbetError):
+    """A text or table file that cannot be used as it is."""
+
+
+class TruncationWarning(UserWarning):
+    """A text longer than the model's positions lost its end."""

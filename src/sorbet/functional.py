@@ -8,6 +8,7 @@ and read from the exponent field.
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -15,6 +16,7 @@ from torch.autograd.function import once_differentiable
 LN2 = math.log(2.0)
 MAX_THRESHOLD = 2**14  # of a neuron behind BSPN, in units of 2^-F
 MAX_OFFSET = 2**20
+MIN_MAGNITUDE = 2.0**-12  # a row of weights smaller than this is scaled as if it were this large
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -115,7 +117,7 @@ def fixed_point(weight: Tensor, bits: int = 8) -> Tensor:
 
 def fixed_point_scale(weight: Tensor, bits: int = 8) -> Tensor:
     top = 2 ** (bits - 1) - 1
-    largest = weight.detach().float().abs().amax(dim=-1, keepdim=True).clamp_min(2.0**-40) / top
+    largest = weight.detach().float().abs().amax(dim=-1, keepdim=True).clamp_min(MIN_MAGNITUDE) / top
     mantissa, exponent = frexp(largest)
     return exp2_int(exponent - (mantissa == 0.5).to(torch.int32))
 
@@ -124,17 +126,6 @@ def round_to_grid(x: Tensor, grid: Tensor) -> Tensor:
     """x rounded to a multiple of the power of two `grid`, at most 2^22 steps from 0. Straight through."""
     steps = torch.round(x.detach() / grid.detach()).clamp(-(2.0**22), 2.0**22)
     return straight_through(steps * grid.detach(), x)
-
-
-def count_range(num_steps: int, encoding: str) -> tuple[int, int]:
-    """The least and the largest count (lo, hi) that an encoding carries in T steps."""
-    if encoding == "unsigned":
-        return 0, num_steps - 1
-    if encoding == "signed":
-        return -(num_steps - 1), num_steps - 1
-    if encoding == "offset":
-        return -(num_steps // 2), num_steps // 2 - 1
-    raise ValueError(f"encoding is {encoding!r}: it must be 'unsigned', 'signed' or 'offset'")
 
 
 def elastic_quantize(
@@ -157,39 +148,34 @@ def elastic_quantize(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class _PTSoftmax(Function):
-    @staticmethod
-    def forward(ctx, z: Tensor, mask: Tensor | None, fraction_bits: int, rounding: str) -> Tensor:
-        ceiled = torch.ceil(z.float())
-        if mask is not None:
-            ceiled = ceiled.masked_fill(~mask, -(2.0**30))
-        shifted = ceiled - ceiled.amax(dim=-1, keepdim=True)  # s' = ⌈z⌉ − max⌈z⌉
-        keep = shifted >= -fraction_bits
-        if mask is not None:
-            keep = keep & mask
-        # Z needs up to fraction_bits + log2(length) bits: float64 holds it exactly at every length.
-        total = torch.where(keep, exp2_int(shifted), 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64)
-        k = log2_nearest(total.clamp_min(1.0), rounding)
-        probs = torch.where(keep, exp2_int(shifted - k), 0.0)
-        ctx.save_for_backward(probs, (exp2_int(k) / total.clamp_min(1.0)).float())
-        return probs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        probs, ratio = ctx.saved_tensors  # ratio = 2^k / Z, so that A / Z = P · ratio
-        weighted = probs * grad
-        return LN2 * (weighted - probs * ratio * weighted.sum(dim=-1, keepdim=True)), None, None, None
-
-
 def ptsoftmax(z: Tensor, mask: Tensor | None = None, fraction_bits: int = 16, rounding: str = "log") -> Tensor:
     """P = A ≫ k with A = 2^{s'}, s' = ⌈z⌉ − max⌈z⌉, Z = Σ A, k = ⟦log2 Z⟧ (Algorithm 2).
 
     `mask` is True where a position counts; the others get 0 and add nothing to Z. A keeps `fraction_bits` bits.
     `rounding="log"` is what the lemma's bound needs; "value" (threshold 1.5·2^m) is the published code's.
-    Backward: ceiling and rounding skipped: ∂P_i/∂z_j = ln 2 · P_i (δ_ij − A_j / Z).
+    Backward: straight through to the base-2 softmax that PTsoftmax stands for.
     """
-    return _PTSoftmax.apply(z, mask, fraction_bits, rounding)
+    return straight_through(_power_of_two_softmax(z.detach(), mask, fraction_bits, rounding), base2_softmax(z, mask))
+
+
+def base2_softmax(z: Tensor, mask: Tensor | None = None) -> Tensor:
+    """F_2(z_i) = 2^{z_i} / Σ_j 2^{z_j} over the positions that count."""
+    z = z.float() * LN2
+    return F.softmax(z if mask is None else z.masked_fill(~mask, -(2.0**30)), dim=-1)
+
+
+def _power_of_two_softmax(z: Tensor, mask: Tensor | None, fraction_bits: int, rounding: str) -> Tensor:
+    ceiled = torch.ceil(z.float())
+    if mask is not None:
+        ceiled = ceiled.masked_fill(~mask, -(2.0**30))
+    shifted = ceiled - ceiled.amax(dim=-1, keepdim=True)
+    keep = shifted >= -fraction_bits
+    if mask is not None:
+        keep = keep & mask
+    # Z needs up to fraction_bits + log2(length) bits: float64 holds it exactly at every length.
+    total = torch.where(keep, exp2_int(shifted), 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    k = log2_nearest(total.clamp_min(1.0), rounding)
+    return torch.where(keep, exp2_int(shifted - k), 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -203,7 +189,7 @@ def group_exponent(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     The mean is never taken: with Σ|X| = m_x 2^{e_x} and n = m_n 2^{e_n}, ⌈log2(Σ|X| / n)⌉ = e_x − e_n + [m_x > m_n].
     """
     grouped = x.unflatten(-1, (groups, -1))
-    total = grouped.abs().sum(dim=-1, keepdim=True)
+    total = grouped.abs().sum(dim=-1, keepdim=True, dtype=torch.float64)  # exact, whatever the order of the sum
     mantissa, exponent = frexp(total)
     n_mantissa, n_exponent = math.frexp(grouped.shape[-1])
     return exponent - n_exponent + (mantissa > n_mantissa).to(torch.int32), total
@@ -219,7 +205,7 @@ class _GroupShift(Function):
         scaled = torch.floor(x.unflatten(-1, (groups, -1)) * exp2_int(fraction_bits - k) + half)
         x_hat = (scaled * 2.0**-fraction_bits).flatten(-2)
         ctx.groups, ctx.through_scale = groups, through_scale
-        ctx.save_for_backward(x, x_hat, exp2_int(-k), total)
+        ctx.save_for_backward(x, x_hat, exp2_int(-k), total.float())
         return x_hat
 
     @staticmethod
@@ -287,19 +273,20 @@ def merge_threshold(
 ) -> tuple[Tensor, Tensor]:
     """Fold BSPN's affine part into the neuron behind it: integers (θ, b) per channel, in units of 2^-F.
 
-    ⌊(g X̂ + β − β_SN)/α + ½⌋ = ⌊(X̂ + b)/θ + ½⌋ with θ = α/g and b = (β − β_SN)/g; θ carries the sign of g.
+    ⌊(g X̂ + β − β_SN)/α + ½⌋ = ⌊(±X̂ + b)/|θ| + ½⌋ with θ = α/g, whose sign is the sign of X̂, and b = (β − β_SN)·|θ|/α.
     """
     gain, bias, scale, shift = (t.detach().double() for t in (gain, bias, scale, shift))
-    sign = torch.where(gain < 0, -1.0, 1.0).double()
-    threshold = torch.round(scale * 2.0**fraction_bits / gain.abs().clamp_min(1e-30)).clamp(1, MAX_THRESHOLD) * sign
-    offset = torch.round((bias - shift) / scale * threshold).clamp(-MAX_OFFSET, MAX_OFFSET)
-    return threshold.float(), offset.float()
+    size = torch.round(scale * 2.0**fraction_bits / gain.abs().clamp_min(1e-30)).clamp(1, MAX_THRESHOLD)
+    offset = torch.round((bias - shift) / scale * size).clamp(-MAX_OFFSET, MAX_OFFSET)
+    return torch.where(gain < 0, -size, size).float(), offset.float()
 
 
 def merged_count(x_hat: Tensor, threshold: Tensor, offset: Tensor, fraction_bits: int, lo: int, hi: int) -> Tensor:
-    """clip(⌊(X̂ + b + θ/2) / θ⌋, lo, hi) for `merge_threshold`'s integers.
+    """clip(⌊(±X̂ + b + |θ|/2) / |θ|⌋, lo, hi) for `merge_threshold`'s integers.
 
-    Exact: numerator and denominator are integers (in halves) below 2^23, so the correctly rounded quotient reaches an
-    integer only where the true one does.
+    The numerator is a multiple of ½: a quarter more never changes the floor, and keeps the quotient at least 1/(4θ)
+    away from an integer, so that a division that is off by a rounding error (as a GPU's may be) floors alike.
     """
-    return torch.floor((x_hat * 2.0**fraction_bits + offset + 0.5 * threshold) / threshold).clamp(lo, hi)
+    size = threshold.abs()
+    current = x_hat * (torch.sign(threshold) * 2.0**fraction_bits) + offset
+    return torch.floor((current + (0.5 * size + 0.25)) / size).clamp(lo, hi)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import functional as S
+from .encoding import Encoding, count_range
 
 
 class Dyadic(NamedTuple):
@@ -84,7 +85,7 @@ class QuantizedEmbedding(nn.Embedding):
         if self.weight_bits == 8:
             return S.fixed_point_scale(rows)
         spread = (rows - rows.mean(dim=-1, keepdim=True)).abs().mean(dim=-1, keepdim=True)
-        return S.power_of_two(spread.clamp_min(2.0**-20), self.rounding)
+        return S.power_of_two(spread.clamp_min(S.MIN_MAGNITUDE), self.rounding)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.quantize(F.embedding(ids, self.weight, self.padding_idx))
@@ -98,14 +99,14 @@ class SpikeNeuron(nn.Module):
     """
 
     def __init__(
-        self, num_steps: int | None, encoding: str, channels: int | None = None, rounding: str = "log"
+        self, num_steps: int | None, encoding: Encoding, channels: int | None = None, rounding: str = "log"
     ) -> None:
         super().__init__()
         self.num_steps, self.encoding, self.rounding = num_steps, encoding, rounding
         self.shift: nn.Parameter | None = None
         if num_steps is None:
             return
-        self.lo, self.hi = S.count_range(num_steps, encoding)
+        self.lo, self.hi = count_range(num_steps, encoding)
         self.log2_scale = nn.Parameter(torch.tensor(self.default_log2_scale()))
         if channels is not None:
             self.shift = nn.Parameter(torch.zeros(channels))
@@ -121,6 +122,10 @@ class SpikeNeuron(nn.Module):
     def scale(self) -> Tensor:
         return S.scale_from_log2(self.log2_scale, self.rounding)
 
+    def count(self, x: Tensor) -> Tensor:
+        """clip(⌊x/α + ½⌋, lo, hi)."""
+        return torch.floor(x / self.scale().detach() + 0.5).clamp(self.lo, self.hi)
+
     def forward(self, x: Dyadic, count: Tensor | None = None) -> Dyadic:
         if self.num_steps is None:
             return x
@@ -133,16 +138,34 @@ class SpikeNeuron(nn.Module):
         return f"num_steps={self.num_steps}, encoding={self.encoding}"
 
 
-class PTSoftmax(nn.Module):
-    """PTsoftmax(z), z = scores · 2^-m: the power of two nearest to log2(e)/√d stands for both change of base and √d."""
+class SpikingSoftmax(nn.Module):
+    """Attention probabilities and the spike neuron behind them, SN(softmax(z)).
 
-    def __init__(self, head_dim: int, fraction_bits: int = 16, rounding: str = "log"):
+    PTsoftmax: z = scores · 2^-m, the power of two nearest to log2(e)/√d standing for both change of base and √d; what
+    queries and keys learn makes up the rest. The count is taken from PTsoftmax's P. α learns from the base-2 softmax
+    that P stands for: P itself lies on the neuron's grid and would leave α without a gradient.
+    """
+
+    def __init__(self, head_dim: int, neuron: SpikeNeuron, kind: str, fraction_bits: int = 16, rounding: str = "log"):
         super().__init__()
+        self.head_dim, self.neuron, self.kind = head_dim, neuron, kind
         self.log2_factor = round(math.log2(math.log2(math.e) / math.sqrt(head_dim)))
         self.fraction_bits, self.rounding = fraction_bits, rounding
 
-    def forward(self, scores: Tensor, mask: Tensor | None) -> Tensor:
-        return S.ptsoftmax(scores.float() * 2.0**self.log2_factor, mask, self.fraction_bits, self.rounding)
+    def forward(self, scores: Tensor, mask: Tensor) -> tuple[Dyadic, Tensor]:
+        scores = scores.float()
+        if self.kind == "softmax":
+            z = scores * self.head_dim**-0.5
+            probs = F.softmax(z.masked_fill(~mask, torch.finfo(z.dtype).min), dim=-1)
+            return self.neuron(Dyadic(probs)), probs
+        z = scores * 2.0**self.log2_factor
+        probs = S.ptsoftmax(z, mask, self.fraction_bits, self.rounding)
+        if self.neuron.num_steps is None:
+            return Dyadic(probs), probs
+        return self.neuron(Dyadic(S.base2_softmax(z, mask)), self.neuron.count(probs.detach())), probs
+
+    def extra_repr(self) -> str:
+        return self.kind
 
 
 class SpikingNorm(nn.Module):

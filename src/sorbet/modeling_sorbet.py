@@ -26,21 +26,22 @@ from transformers.utils.generic import can_return_tuple
 
 from .calibration import calibrate, random_batch
 from .configuration_sorbet import STAGES, SorbetConfig
+from .encoding import Encoding
 from .errors import SorbetError
 from .functional import valid_token_weight
 from .layers import (
     BinaryLinear,
     Dyadic,
     FixedPointLinear,
-    PTSoftmax,
     QuantizedEmbedding,
     SpikeNeuron,
     SpikingNorm,
+    SpikingSoftmax,
     _initial_log2_scale,
 )
 
 
-def _neuron(config: SorbetConfig, encoding: str, channels: int | None) -> SpikeNeuron:
+def _neuron(config: SorbetConfig, encoding: Encoding, channels: int | None) -> SpikeNeuron:
     return SpikeNeuron(config.num_steps, encoding, channels, config.scale_rounding)
 
 
@@ -95,12 +96,13 @@ class SorbetAttention(nn.Module):
         self.query_neuron = _neuron(config, config.encoding, dim)
         self.key_neuron = _neuron(config, "offset", dim)
         self.value_neuron = _neuron(config, "offset", dim)
-        self.ptsoftmax = (
-            PTSoftmax(self.head_dim, config.softmax_fraction_bits, config.softmax_rounding)
-            if config.softmax_type == "ptsoftmax"
-            else None
+        self.softmax = SpikingSoftmax(
+            self.head_dim,
+            _neuron(config, "unsigned", None),
+            config.softmax_type,
+            config.softmax_fraction_bits,
+            config.softmax_rounding,
         )
-        self.probs_neuron = _neuron(config, "unsigned", None)
         self.context_neuron = _neuron(config, config.encoding, dim)
         self.output = _linear(config, dim, dim)
         self.norm = _norm(config)
@@ -116,14 +118,8 @@ class SorbetAttention(nn.Module):
         value = self.value_neuron(self.value(hidden))
 
         scores = self.heads(query.value) @ self.heads(key.value).transpose(-1, -2)  # [B, H, L, L]
-        if self.ptsoftmax is not None:
-            probs = self.ptsoftmax(scores, mask)
-        else:
-            scores = scores.float() * self.head_dim**-0.5
-            probs = F.softmax(scores.masked_fill(~mask, torch.finfo(torch.float32).min), dim=-1)
-        spikes = self.probs_neuron(Dyadic(self.probs_dropout(probs)))
-
-        context = (spikes.value @ self.heads(value.value)).transpose(1, 2).flatten(-2)
+        spikes, probs = self.softmax(scores, mask)
+        context = (self.probs_dropout(spikes.value) @ self.heads(value.value)).transpose(1, 2).flatten(-2)
         grid = None if spikes.grid is None or value.grid is None else spikes.grid.detach() * value.grid.detach()
         out = self.output(self.context_neuron(Dyadic(context, grid)))
         return self.norm(self.dropout(out.value) + hidden.value, token_weight), probs
@@ -135,7 +131,7 @@ class SorbetLayer(nn.Module):
         self.attention = SorbetAttention(config)
         self.intermediate = _linear(config, config.hidden_size, config.intermediate_size)
         self.hidden_act = config.hidden_act
-        encoding = "unsigned" if config.hidden_act == "relu" else config.encoding
+        encoding: Encoding = "unsigned" if config.hidden_act == "relu" else config.encoding
         self.intermediate_neuron = _neuron(config, encoding, config.intermediate_size)
         self.output = _linear(config, config.intermediate_size, config.hidden_size)
         self.norm = _norm(config)
@@ -157,7 +153,7 @@ class SorbetPooler(nn.Module):
         super().__init__()
         self.dense = _linear(config, config.hidden_size, config.hidden_size)
         self.pooler_act = config.pooler_act
-        encoding = "unsigned" if config.pooler_act == "relu" else config.encoding
+        encoding: Encoding = "unsigned" if config.pooler_act == "relu" else config.encoding
         self.neuron = _neuron(config, encoding, config.hidden_size)
 
     def forward(self, hidden: Dyadic) -> Dyadic:
