@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -284,6 +285,20 @@ class Artifact:
         if self.tokenizer is not None:
             sizes["tokenizer"] = len(zlib.compress(_pack_tokenizer(self.tokenizer), 9))
         return sizes
+
+
+def map_arrays(part: Any, change: Callable[[str, Array], Array], prefix: str = "") -> Any:
+    """The same artefact (or part of one) with every array replaced by change(its path, the array)."""
+    new: dict[str, Any] = {}
+    for item in dataclasses.fields(part):
+        value, name = getattr(part, item.name), f"{prefix}{item.name}"
+        if "dims" in item.metadata:
+            new[item.name] = change(name, value)
+        elif item.name == "layers":
+            new[item.name] = tuple(map_arrays(layer, change, f"layers.{i}.") for i, layer in enumerate(value))
+        elif dataclasses.is_dataclass(value) and not isinstance(value, Shape):
+            new[item.name] = map_arrays(value, change, f"{name}.")
+    return dataclasses.replace(part, **new)
 
 
 def packed_width(count: int) -> int:

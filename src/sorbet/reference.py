@@ -12,17 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .artifact import Artifact, BinaryTable, ByteTable, Layer, Neuron, Norm, Pooler, Projection, Residual
-from .bits import (
-    Planes,
-    bit_length,
-    bytes_to_words,
-    ceil_log2_ratio,
-    dot,
-    planes,
-    shift_right,
-    unpack,
-)
+from .artifact import Artifact, BinaryTable, ByteTable, Layer, Norm, Projection, Residual, Shape, map_arrays
+from .bits import Planes, bit_length, bytes_to_words, ceil_log2_ratio, dot, planes, shift_right, unpack
 from .counting import Counter
 from .errors import SorbetError
 
@@ -39,157 +30,176 @@ class Reference:
     """
 
     def __init__(self, artifact: Artifact, counter: Counter | None = None):
-        self.artifact, self.shape = artifact, artifact.shape
-        self._watch = counter.watch if counter is not None else lambda array: array
-        self._words: dict[int, NDArray[np.uint64]] = {}
+        self.artifact, self.shape, self.counter = artifact, artifact.shape, counter
+        self.parts: Artifact = map_arrays(artifact, lambda name, array: self.watch(as_words(name, array)))
+        self.nearest = self.watch(nearest_thresholds(self.shape.softmax_rounding))
+
+    def watch(self, array: Any) -> Any:
+        return array if self.counter is None else self.counter.watch(array)
 
     def __call__(
-        self,
-        input_ids: Any,
-        attention_mask: Any = None,
-        token_type_ids: Any = None,
-        trace: Trace | None = None,
+        self, input_ids: Any, attention_mask: Any = None, token_type_ids: Any = None, trace: Trace | None = None
     ) -> NDArray[np.float64]:
-        ids, mask, types = check_inputs(self.artifact, input_ids, attention_mask, token_type_ids)
+        inputs = check_inputs(self.artifact, input_ids, attention_mask, token_type_ids)
+        ids, mask, types = (self.watch(array) for array in inputs)
         trace = {} if trace is None else trace
-        trace["embeddings"] = hidden = self.embed(self._watch(ids), self._watch(types))
-        for i, layer in enumerate(self.artifact.layers):
-            hidden = self.layer(layer, hidden, self._watch(mask), trace, f"layers.{i}")
-        trace["pooler"] = pooled = self.pool(self.artifact.pooler, hidden)
-        trace["logits"] = total = self.classify(pooled)
-        return np.ldexp(np.asarray(total, np.float64), self.artifact.classifier.exponent)
+        embeddings, classifier = self.parts.embeddings, self.parts.classifier
 
-    # -- the model, top to bottom ----------------------------------------------------------------------------------
-
-    def embed(self, ids: Ints, types: Ints) -> Ints:
-        e = self.artifact.embeddings
-        position = _rows(e.position, self._watch(np.arange(ids.shape[1])))
-        x = self.word_rows(e.word, ids) + position[None] + _rows(e.token_type, types)
-        return self.normalize(e.norm, x)
+        x = embed(self.parts, ids, types)
+        trace["embeddings"] = hidden = self.normalize(embeddings.norm, x)
+        for i, layer in enumerate(self.parts.layers):
+            hidden = self.layer(layer, hidden, mask, trace, f"layers.{i}")
+        pooler, encoding = self.parts.pooler, self.shape.pooler_encoding
+        trace["pooler"] = pooled = self.project(pooler, hidden[:, 0], encoding=encoding)
+        total = dot(planes(pooled, *self.shape.counts(encoding)), planes(classifier.weight, -128, 127))
+        trace["logits"] = total = total + classifier.bias
+        return np.ldexp(np.asarray(total, np.float64), classifier.exponent)
 
     def layer(self, layer: Layer, hidden: Ints, mask: Ints, trace: Trace, path: str) -> Ints:
         attended = self.attend(layer, hidden, mask, trace, path)
         trace[f"{path}.attention_output"] = hidden = self.residual(layer.attention_output, attended, hidden)
-        counts = self.project(layer.intermediate, hidden, "unsigned")
-        trace[f"{path}.intermediate"] = counts
-        trace[f"{path}.output"] = hidden = self.residual(layer.output, counts, hidden, "unsigned")
+        trace[f"{path}.intermediate"] = counts = self.project(layer.intermediate, hidden, encoding="unsigned")
+        trace[f"{path}.output"] = hidden = self.residual(layer.output, counts, hidden, incoming="unsigned")
         return hidden
 
     def attend(self, layer: Layer, hidden: Ints, mask: Ints, trace: Trace, path: str) -> Ints:
         """SN(SN(PTsoftmax(SN(Q) Kᵀ)) V)"""
+        shape, level = self.shape, self.shape.counts("offset")
         trace[f"{path}.query"] = query = self.project(layer.query, hidden)
-        trace[f"{path}.key"] = key = self.project(layer.key, hidden, "offset")
-        trace[f"{path}.value"] = value = self.project(layer.value, hidden, "offset")
-        level = self.shape.counts("offset")
-        query, key, value = (self.heads(x) for x in (query, key, value))  # [B, H, L, d/H]
-        scores = dot(planes(query, *self.shape.counts()), planes(key, *level))  # [B, H, L, L]
-        probs = self.ptsoftmax(scores, layer, mask)
-        trace[f"{path}.probs"] = probs
-        columns = np.ascontiguousarray(np.swapaxes(value, -1, -2))
-        context = dot(planes(probs, *self.shape.counts("unsigned")), planes(columns, *level))
-        context = np.swapaxes(context, 1, 2).reshape(hidden.shape)
-        trace[f"{path}.context"] = counts = self.fire(layer.context, context)
+        trace[f"{path}.key"] = key = self.project(layer.key, hidden, encoding="offset")
+        trace[f"{path}.value"] = value = self.project(layer.value, hidden, encoding="offset")
+
+        query, key = heads(query, shape), heads(key, shape)  # [B, H, L, d/H]
+        scores = dot(planes(query, *shape.counts()), planes(key, *level))  # [B, H, L, L]
+        exponent, kept = ptsoftmax(scores, mask, layer.score_exponent, shape, self.nearest)
+        trace[f"{path}.probs"] = probs = probability_count(exponent, kept, layer.probs_exponent, shape)
+
+        context = dot(planes(probs, *shape.counts("unsigned")), planes(columns(heads(value, shape)), *level))
+        context = merge_heads(context) + layer.context.offset
+        trace[f"{path}.context"] = counts = self.clip(half_up(context, layer.context.shift))
         return counts
 
-    def pool(self, pooler: Pooler, hidden: Ints) -> Ints:
-        first = hidden[:, 0]
-        x = self.linear(pooler.bits, first, self.shape.encoding) + self._watch(pooler.offset)
-        return self.clip(round_shift(x, pooler.shift), self.shape.pooler_encoding)
+    # -- layers ----------------------------------------------------------------------------------------------------
 
-    def classify(self, pooled: Ints) -> Ints:
-        c = self.artifact.classifier
-        weight = planes(self._watch(c.weight), -128, 127)
-        return dot(planes(pooled, *self.shape.counts(self.shape.pooler_encoding)), weight) + self._watch(c.bias)
-
-    # -- operations ------------------------------------------------------------------------------------------------
-
-    def heads(self, x: Ints) -> Ints:  # [B, L, d] -> [B, H, L, d/H]
-        batch, length, _ = x.shape
-        return np.swapaxes(x.reshape(batch, length, self.shape.num_heads, self.shape.head_dim), 1, 2)
-
-    def word_rows(self, table: BinaryTable, ids: Ints) -> Ints:
-        one = np.left_shift(1, self._watch(table.shift)[ids].astype(np.int64))[..., None]
-        return np.where(unpack(self._watch(table.bits)[ids], self.shape.hidden_size) == 1, one, -one)
-
-    def linear(self, bits: NDArray[np.uint8], counts: Ints, encoding: str) -> Ints:
+    def linear(self, words: NDArray[np.uint64], counts: Ints, encoding: str | None) -> Ints:
         """B c with B = ±1: twice what the +1s select, less the sum of all counts."""
-        selected = dot(planes(counts, *self.shape.counts(encoding)), Planes(self.words(bits)[None], False))
+        selected = dot(planes(counts, *self.shape.counts(encoding)), Planes(words[None], False))
         return (selected << 1) - counts.sum(axis=-1, dtype=np.int64)[..., None]
 
-    def words(self, bits: NDArray[np.uint8]) -> NDArray[np.uint64]:
-        if id(bits) not in self._words:
-            self._words[id(bits)] = self._watch(bytes_to_words(bits))
-        return self._words[id(bits)]
+    def project(self, part: Projection, counts: Ints, incoming: str | None = None, encoding: str | None = None) -> Ints:
+        x = self.linear(part.bits, counts, incoming) + part.offset
+        return self.clip(half_up(x, part.shift), encoding)
 
-    def project(self, part: Projection, counts: Ints, encoding: str | None = None) -> Ints:
-        x = self.linear(part.bits, counts, self.shape.encoding) + self._watch(part.offset)
-        return self.clip(round_shift(x, part.shift), encoding)
-
-    def fire(self, part: Neuron, x: Ints) -> Ints:
-        return self.clip(round_shift(x + self._watch(part.offset), part.shift), None)
-
-    def residual(self, part: Residual, counts: Ints, hidden: Ints, encoding: str | None = None) -> Ints:
-        product = self.linear(part.bits, counts, encoding or self.shape.encoding) + self._watch(part.bias)
+    def residual(self, part: Residual, counts: Ints, hidden: Ints, incoming: str | None = None) -> Ints:
+        product = self.linear(part.bits, counts, incoming) + part.bias
         return self.normalize(part.norm, (product << part.shift) + (hidden << part.residual_shift))
 
     def normalize(self, norm: Norm, x: Ints) -> Ints:
-        """BSPN and its neuron: X̂ = X ≫ ⌈log2 S⌉ per group, then how often |θ| fits into ±X̂ + b + |θ|/2."""
-        shape = self.shape
-        n = shape.hidden_size // shape.norm_groups
-        grouped = x.reshape(*x.shape[:-1], shape.norm_groups, n)
-        total = np.abs(grouped).sum(axis=-1, keepdims=True)  # n S
-        k = ceil_log2_ratio(np.maximum(total, 1), n)
-        x_hat = shift_right(grouped, k - shape.norm_fraction_bits, shape.shift_rounding).reshape(x.shape)
-        threshold = self._watch(norm.threshold)
-        size = np.abs(threshold)
-        membrane = np.where(threshold < 0, -x_hat, x_hat) + self._watch(norm.offset) + (size >> 1)
-        return self.count_thresholds(membrane, size)
+        """BSPN and its neuron: how often |θ| fits into ±X̂ + b + |θ|/2."""
+        current, size = bspn(norm, x, self.shape)
+        return count_thresholds(current + (size >> 1), size, *self.shape.counts())
 
-    def count_thresholds(self, membrane: Ints, threshold: Ints) -> Ints:
-        """clip(⌊membrane / threshold⌋, lo, hi) by comparing with j · threshold, which grows by addition."""
-        lo, hi = self.shape.counts()
-        level = threshold
-        for _ in range(-lo):
-            level = level - threshold  # ends at (lo + 1) · threshold
-        count = np.full_like(membrane, lo)
-        for _ in range(hi - lo):
-            count = count + (membrane >= level)
-            level = level + threshold
-        return count
-
-    def ptsoftmax(self, scores: Ints, layer: Layer, mask: Ints) -> Ints:
-        """Counts of SN(P): P = 2^(s' − k), s' = ⌈z⌉ − max⌈z⌉, k = ⟦log2 Σ 2^s'⟧."""
-        fraction = self.shape.softmax_fraction_bits
-        ceiled = np.where(mask[:, None, None, :], -shift_right(-scores, -layer.score_exponent), MASKED)
-        s = ceiled - ceiled.max(axis=-1, keepdims=True)
-        kept = s >= -fraction
-        total = np.where(kept, np.left_shift(1, np.maximum(s + fraction, 0)), 0).sum(axis=-1, keepdims=True)
-        leading = bit_length(total) - 1
-        k = leading - fraction + (total >= self._watch(nearest_thresholds(self.shape.softmax_rounding))[leading])
-        exponent = s - k - layer.probs_exponent  # P/α = 2^exponent; ½ rounds up to one spike
-        hi = self.shape.num_steps - 1
-        spikes = np.minimum(np.left_shift(1, np.minimum(np.maximum(exponent, 0), 5)), hi)
-        return np.where(kept & (exponent >= -1), spikes, 0)
-
-    def clip(self, x: Ints, encoding: str | None) -> Ints:
+    def clip(self, x: Ints, encoding: str | None = None) -> Ints:
         lo, hi = self.shape.counts(encoding)
         return np.minimum(np.maximum(x, lo), hi)
 
 
-def round_shift(x: Ints, shift: int) -> Ints:
+# ---------------------------------------------------------------------------------------------------------------------
+# Operations, shared with the spike simulation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def as_words(name: str, array: NDArray[Any]) -> NDArray[Any]:
+    """Weight bits as words of 64; the word table stays in bytes, of which few rows are read."""
+    return bytes_to_words(array) if name.endswith(".bits") and "word" not in name else array
+
+
+def embed(parts: Artifact, ids: Ints, types: Ints) -> Ints:
+    """[B, L, d]: binary word row + 8-bit position and token-type rows, on one grid."""
+    e = parts.embeddings
+    return word_rows(e.word, ids, parts.shape) + byte_rows(e.position, slice(ids.shape[1])) + byte_rows(e.token_type, types)
+
+
+def word_rows(table: BinaryTable, ids: Ints, shape: Shape) -> Ints:
+    one = np.left_shift(1, table.shift[ids].astype(np.int64))[..., None]
+    return np.where(unpack(table.bits[ids], shape.hidden_size) == 1, one, -one)
+
+
+def byte_rows(table: ByteTable, index: Any) -> Ints:
+    return table.values[index].astype(np.int64) << table.shift[index].astype(np.int64)[..., None]
+
+
+def heads(x: Ints, shape: Shape) -> Ints:  # [..., L, d] -> [..., H, L, d/H]
+    return np.swapaxes(x.reshape(*x.shape[:-1], shape.num_heads, shape.head_dim), -2, -3)
+
+
+def merge_heads(x: Ints) -> Ints:  # [..., H, L, d/H] -> [..., L, d]
+    x = np.swapaxes(x, -2, -3)
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+
+
+def columns(x: Ints) -> Ints:
+    return np.ascontiguousarray(np.swapaxes(x, -1, -2))
+
+
+def half_up(x: Ints, shift: int) -> Ints:
     """⌊x · 2^-shift + ½⌋: the neuron's initial potential is half its threshold."""
     return shift_right(x, shift, "nearest")
+
+
+def bspn(norm: Norm, x: Ints, shape: Shape) -> tuple[Ints, Ints]:
+    """±X̂ + b and |θ|, X̂ = X ≫ k with k = ⌈log2 S⌉ per group, kept with F fraction bits."""
+    n = shape.hidden_size // shape.norm_groups
+    grouped = x.reshape(*x.shape[:-1], shape.norm_groups, n)
+    total = np.abs(grouped).sum(axis=-1, keepdims=True)  # n S
+    k = ceil_log2_ratio(np.maximum(total, 1), n)
+    x_hat = shift_right(grouped, k - shape.norm_fraction_bits, shape.shift_rounding).reshape(x.shape)
+    return np.where(norm.threshold < 0, -x_hat, x_hat) + norm.offset, np.abs(norm.threshold)
+
+
+def count_thresholds(membrane: Ints, threshold: Ints, lo: int, hi: int) -> Ints:
+    """clip(⌊membrane / threshold⌋, lo, hi) by comparing with j · threshold, which grows by addition."""
+    level = threshold
+    for _ in range(-lo):
+        level = level - threshold  # ends at (lo + 1) · threshold
+    count = np.full_like(membrane, lo)
+    for _ in range(hi - lo):
+        count = count + (membrane >= level)
+        level = level + threshold
+    return count
+
+
+def ptsoftmax(
+    scores: Ints, mask: Ints, score_exponent: int, shape: Shape, nearest: NDArray[np.int64]
+) -> tuple[Ints, Ints]:
+    """P = 2^p with p = s' − k, s' = ⌈z⌉ − max⌈z⌉, k = ⟦log2 Σ 2^s'⟧: p, and where P is not 0."""
+    fraction = shape.softmax_fraction_bits
+    ceiled = np.where(mask[..., None, None, :], -shift_right(-scores, -score_exponent), MASKED)
+    s = ceiled - ceiled.max(axis=-1, keepdims=True)
+    kept = s >= -fraction
+    total = np.where(kept, np.left_shift(1, np.maximum(s + fraction, 0)), 0).sum(axis=-1, keepdims=True)
+    leading = bit_length(total) - 1
+    k = leading - fraction + (total >= nearest[leading])
+    return s - k, kept
+
+
+def probability_count(exponent: Ints, kept: Ints, scale: int, shape: Shape) -> Ints:
+    """clip(⌊2^p / 2^scale + ½⌋, 0, hi): a power of two, as long as it lies below T."""
+    exponent, hi = exponent - scale, shape.num_steps - 1
+    spikes = np.minimum(np.left_shift(1, np.minimum(np.maximum(exponent, 0), 5)), hi)
+    return np.where(kept & (exponent >= -1), spikes, 0)  # ½ rounds up to one spike
 
 
 def nearest_thresholds(rounding: str) -> NDArray[np.int64]:
     """Entry m: the least Z in [2^m, 2^(m+1)) that is nearer to 2^(m+1): ⌈2^(m+½)⌉, or 1.5 · 2^m in value."""
     if rounding == "value":
         return np.array([2] + [3 << (m - 1) for m in range(1, 48)])
-    return np.array([isqrt(1 << (2 * m + 1)) + 1 for m in range(48)])
+    return np.array([isqrt(1 << (2 * m + 1)) + 1 for m in range(31)])
 
 
-def _rows(table: ByteTable, index: Ints) -> Ints:
-    return table.values[index].astype(np.int64) << table.shift[index].astype(np.int64)[..., None]
+# ---------------------------------------------------------------------------------------------------------------------
+# Inputs
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def check_inputs(
