@@ -60,14 +60,32 @@ def dot(a: Planes, b: Planes) -> Ints:
     return result
 
 
+BLOCK = 1 << 15  # elements of a product worked on at a time: they stay in the cache
+
+
 def overlap(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> Ints:
     """Σ_k a_k b_k for bits: words [..., M, W] and [..., N, W] to [..., M, N]."""
-    total = None
-    for w in range(a.shape[-1]):
-        count = np.bitwise_count(a[..., :, None, w] & b[..., None, :, w])
-        total = count.astype(np.int64) if total is None else total + count
-    assert total is not None
-    return total
+    if b.ndim == 2:  # one matrix for all rows of a
+        rows, b = a.reshape(-1, 1, a.shape[-1]), b[None]
+        product = _in_blocks(rows, b, max(BLOCK // b.shape[1], 1))
+        return product.reshape(*a.shape[:-1], b.shape[1])
+    batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    a, b = (np.broadcast_to(x, (*batch, *x.shape[-2:])).reshape(-1, *x.shape[-2:]) for x in (a, b))
+    product = _in_blocks(a, b, max(BLOCK // (a.shape[1] * b.shape[1]), 1))
+    return product.reshape(*batch, *product.shape[-2:])
+
+
+def _in_blocks(a: NDArray[np.uint64], b: NDArray[np.uint64], step: int) -> Ints:
+    """[P, M, W] and [P or 1, N, W] to [P, M, N], `step` matrices at a time."""
+    blocks = [_overlap(a[i : i + step], b[i : i + step] if len(b) > 1 else b) for i in range(0, len(a), step)]
+    return np.concatenate(blocks)
+
+
+def _overlap(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> Ints:
+    total = np.bitwise_count(a[:, :, None, 0] & b[:, None, :, 0]).astype(np.int32)
+    for w in range(1, a.shape[-1]):
+        total = total + np.bitwise_count(a[:, :, None, w] & b[:, None, :, w])
+    return total.astype(np.int64)
 
 
 def bit_length(x: Ints) -> Ints:

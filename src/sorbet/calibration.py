@@ -1,5 +1,6 @@
 """First values for scales and statistics, from one forward pass; padded positions never count."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -37,7 +38,9 @@ def calibrate(model: nn.Module, batch: dict[str, Tensor], names: set[str] | None
 def _hooked(model: nn.Module, valid: Tensor, names: set[str] | None) -> Iterator[None]:
     def fit_neuron(neuron: SpikeNeuron, args: tuple[Dyadic, ...]) -> None:
         x = _valid_entries(args[0].value, valid)
-        neuron.log2_scale.fill_(torch.log2(torch.tensor(neuron.initial_scale(float(x.abs().mean())))))
+        mean_abs = float(x.abs().mean())
+        if mean_abs > 0:  # a neuron that sees nothing keeps its default
+            neuron.log2_scale.fill_(math.log2(neuron.initial_scale(mean_abs)))
 
     def fit_norm(norm: SpikingNorm, args: tuple[Tensor, ...]) -> None:
         x = args[0][valid.to(args[0].device)]  # [tokens, d]

@@ -4,6 +4,7 @@ What flows between them is a `Dyadic`: a tensor together with the power of two o
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -99,10 +100,12 @@ class SpikeNeuron(nn.Module):
     """
 
     def __init__(
-        self, num_steps: int | None, encoding: Encoding, channels: int | None = None, rounding: str = "log"
-    ) -> None:
+        self, num_steps: int | None, encoding: Encoding, channels: int | None = None, rounding: str = "log",
+        mean_abs: float = 0.8,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.num_steps, self.encoding, self.rounding = num_steps, encoding, rounding
+        self.mean_abs = mean_abs  # what to expect of the input before calibration: a standard normal
         self.shift: nn.Parameter | None = None
         if num_steps is None:
             return
@@ -112,7 +115,7 @@ class SpikeNeuron(nn.Module):
             self.shift = nn.Parameter(torch.zeros(channels))
 
     def default_log2_scale(self) -> float:
-        return math.log2(self.initial_scale(0.8))  # mean |x| of a standard normal
+        return math.log2(self.initial_scale(self.mean_abs))
 
     def initial_scale(self, mean_abs: float) -> float:
         """BiT's first guess of α from the mean magnitude of the input."""
@@ -126,13 +129,15 @@ class SpikeNeuron(nn.Module):
         """clip(⌊x/α + ½⌋, lo, hi)."""
         return torch.floor(x / self.scale().detach() + 0.5).clamp(self.lo, self.hi)
 
-    def forward(self, x: Dyadic, count: Tensor | None = None) -> Dyadic:
+    def forward(self, x: Dyadic, count: Callable[[], Tensor] | None = None) -> Dyadic:
+        """`count`, where given, says what is fired in place of x's own count; x still carries the gradient."""
         if self.num_steps is None:
             return x
         scale, shift = self.scale(), self.shift
         if shift is not None and x.grid is not None:
             shift = S.round_to_grid(shift, x.grid)
-        return Dyadic(S.elastic_quantize(x.value.float(), scale, self.lo, self.hi, shift, count), scale)
+        fired = None if count is None else count()
+        return Dyadic(S.elastic_quantize(x.value.float(), scale, self.lo, self.hi, shift, fired), scale)
 
     def extra_repr(self) -> str:
         return f"num_steps={self.num_steps}, encoding={self.encoding}"
@@ -162,7 +167,7 @@ class SpikingSoftmax(nn.Module):
         probs = S.ptsoftmax(z, mask, self.fraction_bits, self.rounding)
         if self.neuron.num_steps is None:
             return Dyadic(probs), probs
-        return self.neuron(Dyadic(S.base2_softmax(z, mask)), self.neuron.count(probs.detach())), probs
+        return self.neuron(Dyadic(S.base2_softmax(z, mask)), lambda: self.neuron.count(probs.detach())), probs
 
     def extra_repr(self) -> str:
         return self.kind
@@ -217,13 +222,15 @@ class SpikingNorm(nn.Module):
         if self.neuron.num_steps is None:
             out = Dyadic(y)
         else:
-            threshold, offset = self.merged_threshold()
-            count = S.merged_count(x_hat.detach(), threshold, offset, self.fraction_bits, self.neuron.lo, self.neuron.hi)
-            out = self.neuron(Dyadic(y), count)
+            out = self.neuron(Dyadic(y), lambda: self.merged_count(x_hat.detach()))
         if square is not None:
             with torch.no_grad():
                 self.running_square.lerp_(square, 1.0 - self.momentum)
         return out
+
+    def merged_count(self, x_hat: Tensor) -> Tensor:
+        threshold, offset = self.merged_threshold()
+        return S.merged_count(x_hat, threshold, offset, self.fraction_bits, self.neuron.lo, self.neuron.hi)
 
     def merged_threshold(self) -> tuple[Tensor, Tensor]:
         shift = self.neuron.shift

@@ -98,7 +98,7 @@ class SorbetAttention(nn.Module):
         self.value_neuron = _neuron(config, "offset", dim)
         self.softmax = SpikingSoftmax(
             self.head_dim,
-            _neuron(config, "unsigned", None),
+            SpikeNeuron(config.num_steps, "unsigned", rounding=config.scale_rounding, mean_abs=1 / 32),
             config.softmax_type,
             config.softmax_fraction_bits,
             config.softmax_rounding,
@@ -370,6 +370,17 @@ def _sorbet_state(model: PreTrainedModel) -> dict[str, Tensor]:
             name = f"sorbet.{name}"
         state[name] = value.detach().float() if value.is_floating_point() else value
     return state
+
+
+def load_sorbet(path: "str | os.PathLike[str]") -> SorbetForSequenceClassification:
+    """A Sorbet checkpoint, or an error that says what is there instead."""
+    model = _load_source(path)
+    if not isinstance(model, SorbetForSequenceClassification):
+        raise SorbetError(
+            f"{path} is a {model.config.model_type!r} checkpoint, not a Sorbet: "
+            "distil it first (SorbetForSequenceClassification.from_bert)"
+        )
+    return model
 
 
 def _load_source(path: "str | os.PathLike[str]") -> PreTrainedModel:

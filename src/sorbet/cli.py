@@ -1,0 +1,156 @@
+"""The command `sorbet`. Everything heavy is imported by the command that needs it."""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from . import __version__
+from .errors import SorbetError
+
+app = typer.Typer(
+    help="Sorbet: spiking BERTs with 1-bit weights, exact from training to hardware.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+out = Console()
+err = Console(stderr=True)
+
+ModelPath = Annotated[Path, typer.Argument(metavar="MODEL.sorbet", help="A .sorbet file.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def main() -> None:
+    """What is wrong with a file or a model is said in one line, with exit status 2."""
+    warnings.showwarning = lambda message, *_, **__: err.print(f"[yellow]warning:[/] {message}", highlight=False)
+    try:
+        app()
+    except SorbetError as error:
+        err.print("[bold red]error:[/]", end=" ")
+        err.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def info(
+    model: ModelPath,
+    widths: Annotated[bool, typer.Option("--widths", help="Bits that each accumulator needs, worst case.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Shape, encoding, sizes, accumulator widths and provenance of a model."""
+    from .artifact import Artifact
+    from .info import describe, show
+
+    artifact = Artifact.load(model)
+    facts = describe(artifact, model.stat().st_size, widths)
+    if as_json:
+        _print_json(facts)
+    else:
+        show(facts, out)
+
+
+@app.command()
+def verify(
+    model: ModelPath,
+    data: Annotated[Path, typer.Option(help="GLUE TSV, CSV or plain lines, gzip or not.", show_default=False)],
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="The PyTorch checkpoint it was converted from; compared as well.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N examples.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare all backends on every example, neuron by neuron: exit status 0 if all agree, 1 if not."""
+    from .artifact import Artifact
+    from .text import read_table
+    from .verify import verify as run
+
+    artifact = Artifact.load(model)
+    texts = read_table(data).texts()[:limit]
+    with _progress("verifying", len(texts), hidden=as_json) as advance:
+        report = run(artifact, texts, checkpoint, advance)
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        out.print(f"{report}  ({', '.join(report.backends)})", highlight=False)
+        if report.first is not None:
+            out.print(f"first difference: {report.first}", highlight=False, soft_wrap=True)
+    raise typer.Exit(1 if report.differing else 0)
+
+
+@app.command()
+def convert(
+    checkpoint: Annotated[Path, typer.Argument(help="A Sorbet checkpoint folder (stage M3) with its tokenizer.")],
+    target: Annotated[Path, typer.Argument(metavar="MODEL.sorbet", help="The file to write.")],
+) -> None:
+    """Write the artefact of a trained Sorbet. Exact, or refused with the reason."""
+    try:
+        from transformers import AutoTokenizer
+
+        from .conversion import convert as run
+        from .modeling_sorbet import load_sorbet
+    except ImportError as error:
+        raise SorbetError(
+            f"converting needs PyTorch, and {error.name} is not installed: pip install 'sorbet-snn[train]'"
+        ) from None
+    model = load_sorbet(checkpoint)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    except (OSError, ValueError):
+        raise SorbetError(f"{checkpoint}: no tokenizer beside the model; save it there (tokenizer.save_pretrained)") from None
+    artifact = run(model.float(), tokenizer)
+    artifact.save(target)
+    out.print(f"{target}: {target.stat().st_size / 1e6:.2f} MB, exact", highlight=False)
+
+
+@app.command()
+def quickstart() -> None:
+    """Classify a few sentences with the model that comes with the package, and prove the chain on them."""
+    from .quickstart import run
+
+    run(out)
+
+
+class _progress:
+    """A progress bar on stderr; yields the function that advances it."""
+
+    def __init__(self, what: str, total: int, hidden: bool = False):
+        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self.bar = Progress(*columns, console=err, transient=True, disable=hidden or not err.is_terminal)
+        self.total = total
+
+    def __enter__(self) -> Any:
+        self.bar.__enter__()
+        task = self.bar.add_task("", total=self.total)
+        return lambda done: self.bar.advance(task, done)
+
+    def __exit__(self, *exc: Any) -> None:
+        self.bar.__exit__(*exc)
+
+
+def table(*columns: str, title: str | None = None) -> Table:
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="left" if i == 0 else "right")
+    return made
+
+
+if __name__ == "__main__":
+    main()
