@@ -401,7 +401,7 @@ def _load_source(path: "str | os.PathLike[str]") -> PreTrainedModel:
 def _sorbet_config(source: Any, settings: dict[str, Any]) -> SorbetConfig:
     if source.model_type not in ("bert", "sorbet"):
         raise SorbetError(f"the model is a {source.model_type!r}: Sorbet is made from a BERT (or a Sorbet)")
-    if getattr(source, "position_embedding_type", "absolute") not in ("absolute", None) or source.is_decoder:
+    if getattr(source, "position_embedding_type", "absolute") not in ("absolute", None) or getattr(source, "is_decoder", False):
         raise SorbetError("Sorbet needs a BERT encoder with absolute positions (no decoder, no relative positions)")
     kept = {name: getattr(source, name) for name in SorbetConfig.__annotations__ if hasattr(source, name)}
     kept |= {n: getattr(source, n) for n in ("id2label", "label2id", "problem_type")}
