@@ -199,7 +199,7 @@ def test_phi_is_not_1_lipschitz_across_cells():
 def test_gradient_bound(values):
     """‖∂L/∂X‖ ≤ ‖∂L/∂Φ‖ for k ≥ 0 (the theorem); for k < 0 it may grow by 2^-k."""
     x = torch.tensor(values, dtype=torch.float32, requires_grad=True)
-    k = int(S.group_exponent(x.detach(), 1)[0].clamp(-100, 100))
+    k = int(S.group_exponent(x.detach(), 1)[0].clamp(-100, 100)) if x.any() else 0  # zeros are not shifted
     upstream = torch.linspace(-1, 1, len(values))
     phi(x).backward(upstream)
     assert torch.equal(x.grad, upstream * 2.0**-k)
@@ -215,20 +215,24 @@ def test_group_shift_floors_as_a_shifter_does():
 
 
 def test_power_norm_backward_is_the_papers():
-    """dX = (dX̂ − ν X̂)/ψ; ν ← ν (1 − (1−α) Γ) + (1−α) Λ over valid tokens only."""
+    """dX = (dX̂ − ν X̂)/ψ; ν ← ν (1 − (1−α) Γ) + (1−α) Λ; ψ² ← αψ² + (1−α)ψ_B²; over valid tokens only."""
     torch.manual_seed(0)
     x = torch.randn(2, 5, 3, requires_grad=True)
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]).bool()
     psi, nu = torch.tensor([0.5, 1.0, 2.0]), torch.tensor([0.1, -0.2, 0.3])
-    weight, before = S.valid_token_weight(x, mask), nu.clone()
+    square, weight, before = psi.square(), S.valid_token_weight(x, mask), nu.clone()
     upstream = torch.randn(2, 5, 3)
-    S.power_norm(x, psi, nu, weight, 0.9).backward(upstream)
+    out = S.power_norm(x, square, nu, weight, 0.9)
+    assert torch.equal(out, x / psi)
+    assert torch.equal(square, psi.square()), "a forward pass alone changes nothing"
+    out.backward(upstream)
     x_norm = x.detach() / psi
     assert torch.equal(x.grad, (upstream - before * x_norm) / psi)
     gamma = (x_norm**2)[mask].mean(dim=0)
     lam = (upstream * x_norm)[mask].mean(dim=0)
     # summed in another order than the implementation does
     torch.testing.assert_close(nu, before * (1 - 0.1 * gamma) + 0.1 * lam)
+    torch.testing.assert_close(square, 0.9 * psi.square() + 0.1 * (x.detach() ** 2)[mask].mean(dim=0))
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------

@@ -200,7 +200,7 @@ class _GroupShift(Function):
     def forward(ctx, x: Tensor, groups: int, fraction_bits: int, rounding: str, through_scale: bool) -> Tensor:
         x = x.float()
         k, total = group_exponent(x, groups)
-        k = k.clamp(-100, 100)
+        k = torch.where(total > 0, k, 0).clamp(-100, 100)  # a group of zeros is not shifted
         half = 0.5 if rounding == "nearest" else 0.0
         scaled = torch.floor(x.unflatten(-1, (groups, -1)) * exp2_int(fraction_bits - k) + half)
         x_hat = (scaled * 2.0**-fraction_bits).flatten(-2)
@@ -233,16 +233,23 @@ def group_shift(
 
 
 class _PowerNorm(Function):
-    """X̂ = X / ψ with PowerNorm's backward: ψ is a running statistic, and so is ν, what it owes to the gradient.
+    """X̂ = X / ψ with PowerNorm's backward, in which ψ and ν are running statistics, not functions of X:
 
-    dX = (dX̂ − ν ⊙ X̂) / ψ;  ν ← ν (1 − (1−α) Γ) + (1−α) Λ,  Γ = mean X̂², Λ = mean dX̂ ⊙ X̂ over valid tokens.
+    dX = (dX̂ − ν ⊙ X̂) / ψ
+    Γ = mean X̂²,  Λ = mean dX̂ ⊙ X̂   (over valid tokens)
+    ν ← ν (1 − (1−α) Γ) + (1−α) Λ
+    ψ² ← α ψ² + (1−α) ψ_B²,  ψ_B² = ψ² Γ
+
+    Both are updated by the backward pass. An update of ψ² in the forward pass would reach a compiled backward too
+    early: it may recompute ψ from a buffer that has changed by then.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, psi: Tensor, nu: Tensor, weight: Tensor, momentum: float) -> Tensor:
+    def forward(ctx, x: Tensor, square: Tensor, nu: Tensor, weight: Tensor, momentum: float) -> Tensor:
+        psi = root_mean_square(square)
         x_norm = x / psi
         ctx.save_for_backward(x_norm, psi, weight)
-        ctx.nu, ctx.momentum = nu, momentum  # nu is a buffer that the backward pass updates, hence not saved
+        ctx.square, ctx.nu, ctx.momentum = square, nu, momentum  # changed by the backward pass, hence not saved
         return x_norm
 
     @staticmethod
@@ -251,13 +258,20 @@ class _PowerNorm(Function):
         x_norm, psi, weight = ctx.saved_tensors
         corrected = grad - ctx.nu * x_norm
         owed = (corrected * x_norm * weight).flatten(0, -2).sum(dim=0)  # Λ − ν Γ
+        gamma = (x_norm.square() * weight).flatten(0, -2).sum(dim=0)
         ctx.nu.add_(owed, alpha=1.0 - ctx.momentum)
+        ctx.square.lerp_(psi.square() * gamma, 1.0 - ctx.momentum)
         return corrected / psi, None, None, None, None
 
 
-def power_norm(x: Tensor, psi: Tensor, nu: Tensor, weight: Tensor, momentum: float) -> Tensor:
-    """Step 2 of BSPN in training: X / ψ; `weight` is `valid_token_weight`; ν is updated by the backward pass."""
-    return _PowerNorm.apply(x, psi, nu, weight, momentum)
+def power_norm(x: Tensor, square: Tensor, nu: Tensor, weight: Tensor, momentum: float) -> Tensor:
+    """Step 2 of BSPN in training: X / ψ. `square` is the running ψ², `weight` is `valid_token_weight`."""
+    return _PowerNorm.apply(x, square, nu, weight, momentum)
+
+
+def root_mean_square(square: Tensor) -> Tensor:
+    """ψ, kept away from 0."""
+    return square.clamp_min(2.0**-16).sqrt()
 
 
 def valid_token_weight(x: Tensor, mask: Tensor | None) -> Tensor:

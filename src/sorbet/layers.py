@@ -204,7 +204,7 @@ class SpikingNorm(nn.Module):
         return S.power_of_two(gain, self.scale_rounding) if self.norm_type == "bspn-pow2" else gain
 
     def psi(self) -> Tensor:
-        return self.running_square.clamp_min(2.0**-16).sqrt()
+        return S.root_mean_square(self.running_square)
 
     def shift_groups(self, x: Tensor) -> Tensor:
         return S.group_shift(x, self.groups, self.fraction_bits, self.shift_rounding)
@@ -212,21 +212,15 @@ class SpikingNorm(nn.Module):
     def forward(self, x: Tensor, token_weight: Tensor | None = None) -> Dyadic:
         if self.norm_type == "layernorm":
             return self.neuron(Dyadic(F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)))
-        x_hat, psi = self.shift_groups(x), self.psi()
+        x_hat = self.shift_groups(x)
         if self.training and token_weight is not None:
-            y = S.power_norm(x_hat, psi, self.running_nu, token_weight, self.momentum) * (self.gain() * psi) + self.bias
-            with torch.no_grad():
-                square = (x_hat.detach().square() * token_weight).flatten(0, -2).sum(dim=0)
+            x_norm = S.power_norm(x_hat, self.running_square, self.running_nu, token_weight, self.momentum)
+            y = x_norm * (self.gain() * self.psi()) + self.bias
         else:
-            y, square = x_hat * self.gain() + self.bias, None
+            y = x_hat * self.gain() + self.bias
         if self.neuron.num_steps is None:
-            out = Dyadic(y)
-        else:
-            out = self.neuron(Dyadic(y), lambda: self.merged_count(x_hat.detach()))
-        if square is not None:
-            with torch.no_grad():
-                self.running_square.lerp_(square, 1.0 - self.momentum)
-        return out
+            return Dyadic(y)
+        return self.neuron(Dyadic(y), lambda: self.merged_count(x_hat.detach()))
 
     def merged_count(self, x_hat: Tensor) -> Tensor:
         threshold, offset = self.merged_threshold()

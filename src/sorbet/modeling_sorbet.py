@@ -229,6 +229,13 @@ class SorbetModel(SorbetPreTrainedModel):
                 f"the input has {length} tokens, the model {self.config.max_position_embeddings} positions: "
                 "truncate it (tokenizer(..., truncation=True))"
             )
+        if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            low, high = int(input_ids.min()), int(input_ids.max())
+            if low < 0 or high >= self.config.vocab_size:
+                raise SorbetError(
+                    f"input_ids holds {low if low < 0 else high}: it must lie in 0 … {self.config.vocab_size - 1} "
+                    "(does the tokenizer belong to this model?)"
+                )
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         if token_type_ids is None:
