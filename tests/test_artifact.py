@@ -268,8 +268,7 @@ def test_fuzz(data, part):
         mutated = mutate(rng, data)
         try:
             artifact = Artifact.from_bytes(mutated)
-        except ArtifactError as error:
-            assert str(error)
+        except ArtifactError:
             refused += 1
             continue
         computed += 1

@@ -202,7 +202,9 @@ def test_compiles_without_graph_breaks(stage):
         network(**inputs, labels=labels).loss.backward()
     for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
         # the traced backward may sum in another order
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+        )
     for (name, ours), theirs in zip(model.named_buffers(), twin.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
 
@@ -314,7 +316,9 @@ def test_from_bert_errors(tmp_path):
         SorbetForSequenceClassification.from_bert(bert(), "M4")
     with pytest.raises(SorbetError, match="no model to load here"):
         SorbetForSequenceClassification.from_bert(tmp_path / "nowhere")
-    DistilBertModel(DistilBertConfig(dim=16, n_layers=1, n_heads=2, hidden_dim=16, vocab_size=50)).save_pretrained(tmp_path)
+    DistilBertModel(DistilBertConfig(dim=16, n_layers=1, n_heads=2, hidden_dim=16, vocab_size=50)).save_pretrained(
+        tmp_path
+    )
     with pytest.raises(SorbetError, match="'distilbert' checkpoint: Sorbet is made from a BERT"):
         SorbetForSequenceClassification.from_bert(tmp_path)
     bert().save_pretrained(tmp_path / "bert")

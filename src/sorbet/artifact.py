@@ -147,9 +147,9 @@ class Norm:
 class Residual:
     """((B c + bias) << shift) + (residual count << residual_shift), then the norm."""
 
+    norm: Norm
     bits: Array = tensor("uint8", "out", "packed")
     bias: Array = tensor("int32", "out", low=-OFFSET, high=OFFSET)
-    norm: Norm = field()
     shift: int = integer(0, MAX_SHIFT)
     residual_shift: int = integer(0, MAX_SHIFT)
 
@@ -176,11 +176,10 @@ class Layer:
 
 
 @dataclass(frozen=True, eq=False)
-class Pooler:
-    bits: Array = tensor("uint8", "out", "packed")
-    offset: Array = tensor("int32", "out", low=-OFFSET, high=OFFSET)
-    shift: int = integer(-MAX_SHIFT, MAX_SHIFT)
-    exponent: int = integer(-120, 120)  # a pooled count c stands for c · 2^exponent
+class Pooler(Projection):
+    """The first token's projection; a pooled count c stands for c · 2^exponent."""
+
+    exponent: int = integer(-120, 120)
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,7 +241,9 @@ class Artifact:
     def from_bytes(cls, data: bytes) -> "Artifact":
         header, arrays = _parse(data)
         if header.get("sha256") != digest(header, arrays):
-            raise ArtifactError("the contents do not match their SHA-256: the file is damaged; fetch or convert it again")
+            raise ArtifactError(
+                "the contents do not match their SHA-256: the file is damaged; fetch or convert it again"
+            )
         shape = _shape(header.get("shape"))
         labels = header.get("labels")
         if not isinstance(labels, list) or not all(isinstance(x, str) for x in labels):
@@ -348,7 +349,7 @@ class _Reader:
 
     def part(self, kind: Any, path: str) -> Any:
         hints = get_type_hints(kind)
-        values = {}
+        values: dict[str, Any] = {}
         for item in dataclasses.fields(kind):
             name = f"{path}.{item.name}"
             if "dims" in item.metadata:
@@ -419,7 +420,9 @@ def _shape(raw: Any) -> Shape:
             if type(raw[name]) is not int:
                 raise ArtifactError(f"shape.{name} is {repr(raw[name])[:40]}: it must be an integer")
         elif raw[name] not in get_args(kind):
-            raise ArtifactError(f"shape.{name} is {repr(raw[name])[:40]}: it must be one of {', '.join(get_args(kind))}")
+            raise ArtifactError(
+                f"shape.{name} is {repr(raw[name])[:40]}: it must be one of {', '.join(get_args(kind))}"
+            )
     shape = Shape(**raw)
     shape.check()
     return shape
@@ -499,4 +502,3 @@ def _unpack_tokenizer(packed: Array) -> str:
         return _json(tokenizer)
     except (zlib.error, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ArtifactError(f"the tokenizer cannot be read ({str(error)[:80]})") from None
-

@@ -8,16 +8,16 @@ With spikes on one side (one plane) and 1-bit weights on the other (one plane) n
 of the weights that spikes select: an accumulation over spikes.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.integer]
+Ints = NDArray[Any]  # of integers
 
 
 class Planes(NamedTuple):
-    """x [..., rows, K] as words [planes, ..., rows, ⌈K/64⌉]; the last plane is negative if `signed` (two's complement)."""
+    """x [..., rows, K] as words [planes, ..., rows, ⌈K/64⌉]; if `signed`, the last plane is negative."""
 
     words: NDArray[np.uint64]
     signed: bool

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from .layers import Dyadic, SpikeNeuron, SpikingNorm
 
 
-def random_batch(config, batch: int = 8, length: int = 32, seed: int = 0) -> dict[str, Tensor]:
+def random_batch(config: Any, batch: int = 8, length: int = 32, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     length = min(length, config.max_position_embeddings)
     return {"input_ids": torch.randint(0, config.vocab_size, (batch, length), generator=generator)}

@@ -103,6 +103,7 @@ def convert(
     """Write the artefact of a trained Sorbet. Exact, or refused with the reason."""
     try:
         from transformers import AutoTokenizer
+        from transformers.utils import logging as transformers_logging
 
         from .conversion import convert as run
         from .modeling_sorbet import load_sorbet
@@ -110,11 +111,14 @@ def convert(
         raise SorbetError(
             f"converting needs PyTorch, and {error.name} is not installed: pip install 'sorbet-snn[train]'"
         ) from None
+    transformers_logging.disable_progress_bar()
     model = load_sorbet(checkpoint)
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     except (OSError, ValueError):
-        raise SorbetError(f"{checkpoint}: no tokenizer beside the model; save it there (tokenizer.save_pretrained)") from None
+        raise SorbetError(
+            f"{checkpoint}: no tokenizer beside the model; save it there (tokenizer.save_pretrained)"
+        ) from None
     artifact = run(model.float(), tokenizer)
     artifact.save(target)
     out.print(f"{target}: {target.stat().st_size / 1e6:.2f} MB, exact", highlight=False)

@@ -46,7 +46,8 @@ def convert(
     (teacher, data, recipe, scores) that the file will carry.
     """
     _require_convertible(model)
-    config, encoder = model.config, model.sorbet
+    config: Any = model.config
+    encoder = model.sorbet
     shape = Shape(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -71,8 +72,10 @@ def convert(
         embeddings.word_embeddings, embeddings.position_embeddings, embeddings.token_type_embeddings
     )
     hidden = exponent_of(embeddings.norm.neuron)
+    regression = config.problem_type == "regression" or config.num_labels == 1
     layers = []
     for block in encoder.layers:
+        assert isinstance(block, SorbetLayer)
         layers.append(_layer(block, hidden))
         hidden = exponent_of(block.norm.neuron)
     artifact = Artifact(
@@ -82,7 +85,7 @@ def convert(
         pooler=_pooler(encoder.pooler.dense, encoder.pooler.neuron, hidden),
         classifier=_classifier(model.classifier, exponent_of(encoder.pooler.neuron)),
         labels=tuple(str(config.id2label[i]) for i in range(config.num_labels)),
-        problem_type="regression" if config.problem_type == "regression" or config.num_labels == 1 else "classification",
+        problem_type="regression" if regression else "classification",
         tokenizer=None if tokenizer is None else tokenizer_json(tokenizer, config.vocab_size),
         provenance={"sorbet": __version__, "stage": "M3"} | (provenance or {}),
     )
@@ -209,7 +212,11 @@ def _residual(linear: BinaryLinear, grid: int, norm: SpikingNorm, residual: int)
     finest = min(product, residual)
     bias = _steps(linear.bias, product).astype(np.int32)
     return Residual(
-        _pack(_binary(linear.weight)), bias, _norm(norm), shift=product - finest, residual_shift=residual - finest
+        norm=_norm(norm),
+        bits=_pack(_binary(linear.weight)),
+        bias=bias,
+        shift=product - finest,
+        residual_shift=residual - finest,
     )
 
 
@@ -248,9 +255,15 @@ def _require_convertible(model: nn.Module) -> None:
 
 
 def _obstacles(model: SorbetForSequenceClassification) -> Iterator[str]:
-    config = model.config
-    wanted = {"weight_bits": (1,), "activation_bits": (1, 2, 3, 4), "softmax_type": ("ptsoftmax",),
-              "norm_type": ("bspn", "bspn-pow2"), "hidden_act": ("relu",), "pooler_act": ("relu", "identity")}  # fmt: skip
+    config: Any = model.config
+    wanted = {
+        "weight_bits": (1,),
+        "activation_bits": (1, 2, 3, 4),
+        "softmax_type": ("ptsoftmax",),
+        "norm_type": ("bspn", "bspn-pow2"),
+        "hidden_act": ("relu",),
+        "pooler_act": ("relu", "identity"),
+    }
     for name, values in wanted.items():
         if getattr(config, name) not in values:
             yield f"{name} is {getattr(config, name)!r}, which must be {' or '.join(map(repr, values))} (stage M3)"

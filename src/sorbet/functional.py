@@ -6,6 +6,7 @@ and read from the exponent field.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,11 +54,11 @@ class _StraightThrough(Function):
     """hard in the forward pass, the gradient of soft in the backward pass."""
 
     @staticmethod
-    def forward(ctx, hard: Tensor, soft: Tensor) -> Tensor:
+    def forward(ctx: Any, hard: Tensor, soft: Tensor) -> Tensor:
         return hard.clone()
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return None, grad
 
 
@@ -75,7 +76,7 @@ def power_of_two(x: Tensor, rounding: str = "log") -> Tensor:
 
 class _ScaleFromLog2(Function):
     @staticmethod
-    def forward(ctx, log2_scale: Tensor, rounding: str) -> Tensor:
+    def forward(ctx: Any, log2_scale: Tensor, rounding: str) -> Tensor:
         round_up = 0.5 if rounding == "log" else 1 - math.log2(1.5)
         scale = exp2_int(torch.floor(log2_scale.float() + round_up))
         ctx.save_for_backward(scale)
@@ -83,7 +84,7 @@ class _ScaleFromLog2(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         (scale,) = ctx.saved_tensors
         return grad * scale * LN2, None
 
@@ -197,7 +198,7 @@ def group_exponent(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 class _GroupShift(Function):
     @staticmethod
-    def forward(ctx, x: Tensor, groups: int, fraction_bits: int, rounding: str, through_scale: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, groups: int, fraction_bits: int, rounding: str, through_scale: bool) -> Tensor:
         x = x.float()
         k, total = group_exponent(x, groups)
         k = torch.where(total > 0, k, 0).clamp(-100, 100)  # a group of zeros is not shifted
@@ -210,7 +211,7 @@ class _GroupShift(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         x, x_hat, inverse, total = ctx.saved_tensors
         grad = grad.float().unflatten(-1, (ctx.groups, -1))
         grad_x = grad * inverse
@@ -245,7 +246,7 @@ class _PowerNorm(Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, square: Tensor, nu: Tensor, weight: Tensor, momentum: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, square: Tensor, nu: Tensor, weight: Tensor, momentum: float) -> Tensor:
         psi = root_mean_square(square)
         x_norm = x / psi
         ctx.save_for_backward(x_norm, psi, weight)
@@ -254,7 +255,7 @@ class _PowerNorm(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         x_norm, psi, weight = ctx.saved_tensors
         corrected = grad - ctx.nu * x_norm
         owed = (corrected * x_norm * weight).flatten(0, -2).sum(dim=0)  # Λ − ν Γ

@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from .artifact import FORMAT_VERSION, Artifact
 from .kernels import describe as describe_kernels
@@ -48,14 +49,17 @@ def show(facts: dict[str, Any], out: Console) -> None:
     grid = Table(box=None, show_header=False, pad_edge=False)
     grid.add_column(style="bold")
     grid.add_column()
+    rows |= {f"· {name}": value for name, value in facts["provenance"].items() if name != "stage"}
     for name, value in rows.items():
-        grid.add_row(name, value)
-    for name, value in facts["provenance"].items():
-        if name != "stage":
-            grid.add_row(f"· {name}", str(value))
+        grid.add_row(printable(name), printable(value))
     out.print(grid)
     if "widths" in facts:
         out.print(_width_table(facts["widths"]))
+
+
+def printable(value: Any) -> Text:
+    """Text from a file as it is: no markup, and no control characters that would steer the terminal."""
+    return Text("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value)))
 
 
 def _shorten(labels: list[str]) -> str:

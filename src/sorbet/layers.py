@@ -40,7 +40,7 @@ class BinaryLinear(nn.Linear):
     def scale(self) -> Tensor:
         return S.scale_from_log2(self.log2_scale, self.rounding)
 
-    def forward(self, x: Dyadic) -> Dyadic:
+    def forward(self, x: Dyadic) -> Dyadic:  # type: ignore[override]
         if self.weight_bits == 32:
             return Dyadic(F.linear(x.value, self.weight, self.bias))
         scale = self.scale()
@@ -58,7 +58,7 @@ class FixedPointLinear(nn.Linear):
         super().__init__(in_features, out_features)
         self.weight_bits = weight_bits
 
-    def forward(self, x: Dyadic) -> Tensor:
+    def forward(self, x: Dyadic) -> Tensor:  # type: ignore[override]
         if self.weight_bits == 32:
             return F.linear(x.value, self.weight, self.bias)
         flat = self.weight.flatten()
@@ -133,7 +133,8 @@ class SpikeNeuron(nn.Module):
         """`count`, where given, says what is fired in place of x's own count; x still carries the gradient."""
         if self.num_steps is None:
             return x
-        scale, shift = self.scale(), self.shift
+        scale = self.scale()
+        shift: Tensor | None = self.shift
         if shift is not None and x.grid is not None:
             shift = S.round_to_grid(shift, x.grid)
         fired = None if count is None else count()

@@ -10,12 +10,79 @@ from typing import NamedTuple
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import WordPiece
 
-THINGS = "film movie plot story cast acting script music ending dialogue camera pace director humour idea scene".split()
-GOOD = "good great wonderful charming clever moving funny brilliant warm fresh lovely gripping superb witty".split()
-BAD = "bad awful terrible dull boring stupid weak clumsy cold stale ugly tedious dreadful flat".split()
-DEGREES = "very really quite rather truly simply".split()
-OPENERS = "the this its that".split()
-GLUE = "is was not but and a an i it all in of with found thought seems , . !".split()
+THINGS = [
+    "film",
+    "movie",
+    "plot",
+    "story",
+    "cast",
+    "acting",
+    "script",
+    "music",
+    "ending",
+    "dialogue",
+    "camera",
+    "pace",
+    "director",
+    "humour",
+    "idea",
+    "scene",
+]
+GOOD = [
+    "good",
+    "great",
+    "wonderful",
+    "charming",
+    "clever",
+    "moving",
+    "funny",
+    "brilliant",
+    "warm",
+    "fresh",
+    "lovely",
+    "gripping",
+    "superb",
+    "witty",
+]
+BAD = [
+    "bad",
+    "awful",
+    "terrible",
+    "dull",
+    "boring",
+    "stupid",
+    "weak",
+    "clumsy",
+    "cold",
+    "stale",
+    "ugly",
+    "tedious",
+    "dreadful",
+    "flat",
+]
+DEGREES = ["very", "really", "quite", "rather", "truly", "simply"]
+OPENERS = ["the", "this", "its", "that"]
+GLUE = [
+    "is",
+    "was",
+    "not",
+    "but",
+    "and",
+    "a",
+    "an",
+    "i",
+    "it",
+    "all",
+    "in",
+    "of",
+    "with",
+    "found",
+    "thought",
+    "seems",
+    ",",
+    ".",
+    "!",
+]
 LABELS = ("negative", "positive")
 
 

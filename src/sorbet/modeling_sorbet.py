@@ -1,7 +1,7 @@
 """Sorbet as a Hugging Face model: one class for every stage M0 … M3, readable from top to bottom.
 
-    embeddings ─ norm ─ SN ─┬─ Q, K, V ─ SN ─ (PT)softmax ─ SN ─ context ─ SN ─ linear ─┬─ norm ─ SN ─┬─ FFN ─┬─ norm ─ SN
-                            └────────────────────── the same spikes ───────────────────┘             └───────┘
+    embeddings ─ norm ─ SN ─┬─ Q, K, V ─ SN ─ softmax ─ SN ─ context ─ SN ─ linear ─┬─ norm ─ SN ─┬─ FFN ─┬─ norm ─ SN
+                            └─────────────────── the same spikes ───────────────────┘             └───────┘
 
 With every switch of the configuration off (M0) this is transformers' own BERT.
 """
@@ -174,14 +174,14 @@ class SorbetPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = False
     _supports_flex_attn = False
     _supports_attention_backend = False
-    _no_split_modules = ["SorbetLayer", "SorbetEmbeddings"]
+    _no_split_modules = ["SorbetLayer", "SorbetEmbeddings"]  # noqa: RUF012
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
             init.zeros_(module.bias)
-            if hasattr(module, "log2_scale"):
+            if isinstance(module, BinaryLinear) and module.weight_bits == 1:
                 init.copy_(module.log2_scale, _initial_log2_scale(module.weight))
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
@@ -212,7 +212,7 @@ class SorbetModel(SorbetPreTrainedModel):
     def get_input_embeddings(self) -> nn.Module:
         return self.embeddings.word_embeddings
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: Any) -> None:
         self.embeddings.word_embeddings = value
 
     def encode(
@@ -279,11 +279,11 @@ class SorbetForSequenceClassification(SorbetPreTrainedModel):
 
     def __init__(self, config: SorbetConfig):
         super().__init__(config)
-        self.num_labels = config.num_labels
+        self.num_labels: int = config.num_labels or 2
         self.sorbet = SorbetModel(config)
         dropout = config.classifier_dropout
         self.dropout = nn.Dropout(config.hidden_dropout_prob if dropout is None else dropout)
-        self.classifier = FixedPointLinear(config.hidden_size, config.num_labels, config.weight_bits)
+        self.classifier = FixedPointLinear(config.hidden_size, self.num_labels, config.weight_bits)
         self.post_init()
 
     @can_return_tuple
@@ -350,7 +350,8 @@ class SorbetForSequenceClassification(SorbetPreTrainedModel):
                     module.log2_scale.copy_(_initial_log2_scale(module.weight))
         new = {name.rpartition(".")[0] for name in own if name not in taken}
         calibrate(sorbet, random_batch(config) if calibration is None else calibration, new)
-        return sorbet.to(model.device)
+        nn.Module.to(sorbet, model.device)
+        return sorbet
 
 
 # BERT's names on the left, Sorbet's on the right.
@@ -381,26 +382,29 @@ def _sorbet_state(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def load_sorbet(path: "str | os.PathLike[str]") -> SorbetForSequenceClassification:
     """A Sorbet checkpoint, or an error that says what is there instead."""
-    model = _load_source(path)
-    if not isinstance(model, SorbetForSequenceClassification):
+    kind = _source_config(path).model_type
+    if kind != "sorbet":
         raise SorbetError(
-            f"{path} is a {model.config.model_type!r} checkpoint, not a Sorbet: "
-            "distil it first (SorbetForSequenceClassification.from_bert)"
+            f"{path} is a {kind!r} checkpoint, not a Sorbet: make one of it first "
+            "(SorbetForSequenceClassification.from_bert)"
         )
-    return model
+    return SorbetForSequenceClassification.from_pretrained(path)
+
+
+def _source_config(path: "str | os.PathLike[str]") -> Any:
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise SorbetError(f"{path}: no model to load here ({str(error).splitlines()[0]})") from error
 
 
 def _load_source(path: "str | os.PathLike[str]") -> PreTrainedModel:
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise SorbetError(f"{path}: no model to load here ({str(error).splitlines()[0]})") from error
+    config = _source_config(path)
     if config.model_type == "sorbet":
         return SorbetForSequenceClassification.from_pretrained(path)
     if config.model_type != "bert":
         raise SorbetError(f"{path} is a {config.model_type!r} checkpoint: Sorbet is made from a BERT (or a Sorbet)")
-    architectures = config.architectures or []
-    if any("SequenceClassification" in name for name in architectures):
+    if any("SequenceClassification" in name for name in config.architectures or []):
         return AutoModelForSequenceClassification.from_pretrained(path)
     return BertModel.from_pretrained(path)
 
@@ -408,7 +412,8 @@ def _load_source(path: "str | os.PathLike[str]") -> PreTrainedModel:
 def _sorbet_config(source: Any, settings: dict[str, Any]) -> SorbetConfig:
     if source.model_type not in ("bert", "sorbet"):
         raise SorbetError(f"the model is a {source.model_type!r}: Sorbet is made from a BERT (or a Sorbet)")
-    if getattr(source, "position_embedding_type", "absolute") not in ("absolute", None) or getattr(source, "is_decoder", False):
+    positions, decoder = getattr(source, "position_embedding_type", None), getattr(source, "is_decoder", False)
+    if positions not in ("absolute", None) or decoder:
         raise SorbetError("Sorbet needs a BERT encoder with absolute positions (no decoder, no relative positions)")
     kept = {name: getattr(source, name) for name in SorbetConfig.__annotations__ if hasattr(source, name)}
     kept |= {n: getattr(source, n) for n in ("id2label", "label2id", "problem_type")}

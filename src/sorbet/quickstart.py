@@ -52,11 +52,11 @@ def run(out: Console) -> None:
         )  # fmt: skip
     out.print(table)
     shape = artifact.shape
+    size = len(artifact.to_bytes()) / 1e3
     out.print(
-        f"\nA tiny model ({shape.num_layers} layers, hidden {shape.hidden_size}, {len(artifact.to_bytes()) / 1e3:.0f} kB) "
-        f"trained on made-up film remarks. Every weight is one bit, every activation a train of up to "
-        f"{shape.num_steps} spikes; nothing was multiplied.\n"
-        f"exact: the simulation of its spikes and the integer reference gave the "
-        f"{'same numbers, bit for bit' if equal else 'DIFFERENT numbers: please report this'}.",
+        f"\nA tiny model ({shape.num_layers} layers, hidden {shape.hidden_size}, {size:.0f} kB) trained on made-up film "
+        f"remarks. Every weight is one bit, every activation a train of up to {shape.num_steps} spikes; nothing was "
+        f"multiplied.\nexact: the simulation of its spikes and the integer reference gave "
+        f"{'the same numbers, bit for bit' if equal else 'DIFFERENT numbers: please report this'}.",
         highlight=False,
     )

@@ -17,7 +17,7 @@ from .bits import Planes, bit_length, bytes_to_words, ceil_log2_ratio, dot, plan
 from .counting import Counter
 from .errors import SorbetError
 
-Ints = NDArray[np.integer]
+Ints = NDArray[Any]  # of integers
 Trace = dict[str, Ints]
 MASKED = -(1 << 40)
 
@@ -117,7 +117,11 @@ def as_words(name: str, array: NDArray[Any]) -> NDArray[Any]:
 def embed(parts: Artifact, ids: Ints, types: Ints) -> Ints:
     """[B, L, d]: binary word row + 8-bit position and token-type rows, on one grid."""
     e = parts.embeddings
-    return word_rows(e.word, ids, parts.shape) + byte_rows(e.position, slice(ids.shape[1])) + byte_rows(e.token_type, types)
+    return (
+        word_rows(e.word, ids, parts.shape)
+        + byte_rows(e.position, slice(ids.shape[1]))
+        + byte_rows(e.token_type, types)
+    )
 
 
 def word_rows(table: BinaryTable, ids: Ints, shape: Shape) -> Ints:
@@ -211,7 +215,9 @@ def check_inputs(
     if ids.ndim != 2 or 0 in ids.shape:
         raise SorbetError(f"input_ids has shape {ids.shape}: it must be [batch, length], neither of them 0")
     if ids.shape[1] > shape.max_positions:
-        raise SorbetError(f"the input has {ids.shape[1]} tokens, the model {shape.max_positions} positions: truncate it")
+        raise SorbetError(
+            f"the input has {ids.shape[1]} tokens, the model {shape.max_positions} positions: truncate it"
+        )
     mask = np.ones_like(ids) if attention_mask is None else _integers("attention_mask", attention_mask)
     types = np.zeros_like(ids) if token_type_ids is None else _integers("token_type_ids", token_type_ids)
     for name, array, limit in (("attention_mask", mask, 2), ("token_type_ids", types, shape.type_vocab_size)):

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .artifact import Artifact, Layer, Norm, Projection, Residual, Shape, map_arrays
+from .artifact import Artifact, Layer, Norm, Projection, Residual, map_arrays
 from .bits import Planes, dot, overlap, pack_words, planes
 from .reference import (
     Ints,
@@ -35,7 +35,7 @@ from .reference import (
 )
 
 Neuron = Literal["asg", "if"]
-Train = NDArray[np.int8]
+Train = NDArray[Any]  # of int8
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Neurons
@@ -174,12 +174,12 @@ class SpikingSorbet:
         return spikes
 
     def probability_spikes(self, exponent: Ints, kept: Ints, scale: int) -> Train:
-        """P = 2^p into a neuron of threshold α = 2^scale; p − scale below −1 is far below half of it, above 5 saturates."""
+        """P = 2^p into a neuron of threshold α = 2^scale: below α/2 nothing fires, above 2^5 α all saturate."""
         current = np.where(kept & (exponent >= scale - 1), np.left_shift(1, np.clip(exponent - scale, -1, 5) + 1), 0)
         return encode(current[None], 2, self.shape.num_steps, "unsigned", self.neuron)
 
     def linear(self, words: NDArray[np.uint64], train: Train, encoding: str | None, offset: Ints) -> Ints:
-        """U(t) = Σ_j w_j s_j(t) + b/T, [T, …, out] with log2 T fraction bits; an offset encoding's surplus taken off."""
+        """U(t) = Σ_j w_j s_j(t) + b/T with log2 T fraction bits, an offset encoding's surplus taken off."""
         fraction = fraction_bits(self.shape.num_steps)
         if (encoding or self.shape.encoding) == "offset":
             row_sum = (np.bitwise_count(words).sum(axis=-1, dtype=np.int64) << 1) - train.shape[-1]
@@ -248,6 +248,3 @@ def accumulate_levels(train: Train, levels: Ints, low: int, high: int) -> Ints:
 def firing_rate(train: Train) -> float:
     """Spikes per slot; a signed train has an ON and an OFF slot per step and fires in one of them at most."""
     return float(np.count_nonzero(train) / train.size)
-
-
-__all__ = ["NeuronState", "Shape", "SpikingSorbet", "encode", "firing_rate", "integrate_and_fire", "spike_count"]

@@ -50,10 +50,10 @@ class TextEncoder:
 
     def ids(self, text: Text) -> tuple[list[int], list[int]]:
         """Token ids and token types of one text or pair."""
-        first, second = (text, None) if isinstance(text, str) else text
-        for part in (first, second):
-            if part is not None and not isinstance(part, str):
-                raise SorbetError(f"a text is {part!r}: it must be a string")
+        parts = (text,) if isinstance(text, str) else text
+        if not isinstance(parts, tuple | list) or len(parts) > 2 or not all(isinstance(part, str) for part in parts):
+            raise SorbetError(f"a text is {text!r}: it must be a string, or a pair of strings")
+        first, second = (*parts, None)[:2]
         encoding = self._tokenizer.encode(first, second)
         if encoding.overflowing:
             lost = sum(len(part.ids) for part in encoding.overflowing)
@@ -87,7 +87,9 @@ def tokenizer_json(tokenizer: Any, vocab_size: int) -> str:
         )
     largest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
     if largest >= vocab_size:
-        raise ConversionError(f"the tokenizer gives ids up to {largest}, the model knows {vocab_size}: they do not match")
+        raise ConversionError(
+            f"the tokenizer gives ids up to {largest}, the model knows {vocab_size}: they do not match"
+        )
     content = json.loads(backend.to_str())
     content["padding"] = content["truncation"] = None
     return json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
@@ -124,7 +126,7 @@ class Table:
         for names in TEXT_COLUMNS:
             if all(name in self.columns for name in names):
                 columns = [self.column(name) for name in names]
-                return list(columns[0]) if len(names) == 1 else list(zip(*columns, strict=True))  # type: ignore[arg-type]
+                return list(columns[0]) if len(names) == 1 else list(zip(*columns, strict=True))
         raise DataError(
             f"{self.path}, line 1: no text column among {', '.join(self.columns)}; "
             "name one 'sentence' or 'text' (pairs: 'sentence1' and 'sentence2')"

@@ -131,6 +131,7 @@ def site_encoding(name: str, shape: Any) -> str:
 def pytorch_backend(artifact: Artifact, checkpoint: str | Path) -> Backend:
     try:
         import torch
+        from transformers.utils import logging as transformers_logging
 
         from .modeling_sorbet import load_sorbet
         from .tracing import trace_model
@@ -138,6 +139,7 @@ def pytorch_backend(artifact: Artifact, checkpoint: str | Path) -> Backend:
         raise SorbetError(
             f"--checkpoint needs PyTorch, and {error.name} is not installed: pip install 'sorbet-snn[train]'"
         ) from None
+    transformers_logging.disable_progress_bar()
     model = load_sorbet(checkpoint)
     config, shape = model.config, artifact.shape
     for name, theirs, ours in (
