@@ -43,7 +43,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture
 def data(tmp_path):
     path = tmp_path / "dev.tsv"
-    path.write_text("sentence\tlabel\n" + "".join(f"{r.text}\t{r.label}\n" for r in madeup.remarks(12)))
+    path.write_text("sentence\tlabel\n" + "".join(f"{r.text}\t{r.label}\n" for r in madeup.remarks(60)))
     return path
 
 
@@ -55,9 +55,9 @@ def test_convert_writes_what_the_api_gives(checkpoint):
 
 def test_verify(checkpoint, data):
     done = sorbet("verify", checkpoint / "model.sorbet", "--data", data)
-    assert done.stdout.strip() == "0 differences in 12 examples  (reference, spikes)"
+    assert done.stdout.strip() == "0 differences in 60 examples  (reference, spikes)"
     done = sorbet("verify", checkpoint / "model.sorbet", "--data", data, "--checkpoint", checkpoint)
-    assert done.stdout.strip() == "0 differences in 12 examples  (reference, spikes, pytorch)"
+    assert done.stdout.strip() == "0 differences in 60 examples  (reference, spikes, pytorch)"
     report = json.loads(sorbet("verify", checkpoint / "model.sorbet", "--data", data, "--limit", 5, "--json").stdout)
     assert report == {"examples": 5, "backends": ["reference", "spikes"], "differences": 0, "first": None}
 
@@ -68,7 +68,7 @@ def test_verify_finds_a_difference(checkpoint, data, tmp_path):
     artifact.layers[1].intermediate.offset[5] += 400
     artifact.save(tmp_path / "other.sorbet")
     done = sorbet("verify", tmp_path / "other.sorbet", "--data", data, "--checkpoint", checkpoint, check=1)
-    assert "differences in 12 examples" in done.stdout
+    assert "differences in 60 examples" in done.stdout
     assert "example 0, layers.1.intermediate, token 0, channel 5: reference has" in done.stdout
     done = sorbet("verify", tmp_path / "other.sorbet", "--data", data, "--checkpoint", checkpoint, "--json", check=1)
     report = json.loads(done.stdout)

@@ -53,10 +53,11 @@ def run(out: Console) -> None:
     out.print(table)
     shape = artifact.shape
     size = len(artifact.to_bytes()) / 1e3
+    verdict = "the same numbers, bit for bit" if equal else "DIFFERENT numbers: please report this"
     out.print(
-        f"\nA tiny model ({shape.num_layers} layers, hidden {shape.hidden_size}, {size:.0f} kB) trained on made-up film "
-        f"remarks. Every weight is one bit, every activation a train of up to {shape.num_steps} spikes; nothing was "
-        f"multiplied.\nexact: the simulation of its spikes and the integer reference gave "
-        f"{'the same numbers, bit for bit' if equal else 'DIFFERENT numbers: please report this'}.",
+        f"\nA tiny model ({shape.num_layers} layers, hidden {shape.hidden_size}, {size:.0f} kB) trained on made-up\n"
+        f"film remarks. Every weight is one bit, every activation a train of up to {shape.num_steps}\n"
+        f"spikes; nothing was multiplied.\n"
+        f"exact: the simulation of its spikes and the integer reference gave {verdict}.",
         highlight=False,
     )

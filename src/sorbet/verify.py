@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -151,7 +152,13 @@ def pytorch_backend(artifact: Artifact, checkpoint: str | Path) -> Backend:
         if theirs != ours:
             raise SorbetError(f"{checkpoint}: its {name} is {theirs}, the artefact's {ours}: not the same model")
     torch.set_num_threads(1)
-    return lambda batch: trace_model(model, batch, artifact.classifier.exponent)
+    lock = Lock()  # the hooks that record a trace sit on the one model
+
+    def by_pytorch(batch: Batch) -> Trace:
+        with lock:
+            return trace_model(model, batch, artifact.classifier.exponent)
+
+    return by_pytorch
 
 
 def first_difference(traces: dict[str, Trace], row: int, length: int, example: int) -> Difference | None:
