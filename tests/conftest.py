@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sorbet import madeup
 from sorbet.artifact import Artifact
+from sorbet.calibration import calibrate, random_batch
 from sorbet.configuration_sorbet import SorbetConfig
 from sorbet.conversion import convert
 from sorbet.modeling_sorbet import SorbetForSequenceClassification
@@ -26,20 +27,24 @@ def config(**changes) -> SorbetConfig:
 
 
 def random_model(seed: int = 0, **changes) -> SorbetForSequenceClassification:
-    """A model in no way special: random weights, biases, shifts, scales, gains of both signs, statistics."""
+    """A model in no way special but alive: random weights, shifts, gains of both signs, scales near calibrated ones."""
     torch.manual_seed(seed)
     model = SorbetForSequenceClassification(config(**changes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("bias", "shift")):
+            if name.endswith("bias"):
                 parameter.normal_(0, 0.3)
-            elif name.endswith("log2_scale"):
-                parameter.add_(torch.randn(()))
+        calibrate(model, random_batch(model.config, seed=seed))
+        for name, parameter in model.named_parameters():
+            if name.endswith("log2_scale"):
+                parameter.add_(torch.randn(()) * 0.7)
+            elif name.endswith("shift"):
+                parameter.normal_(0, 0.05)
             elif name.endswith("norm.weight"):
-                parameter.normal_()
+                parameter.mul_(torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
             if name.endswith("running_square"):
-                buffer.uniform_(0.1, 3)
+                buffer.mul_(torch.rand_like(buffer) + 0.5)
     return model.eval()
 
 
@@ -71,7 +76,7 @@ def train_steps(model, steps: int = 8, lr: float = 3e-3, seed: int = 0, after=la
         optimizer.step()
         optimizer.zero_grad()
         after(model)
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     model.eval()
     return losses
 

@@ -226,6 +226,17 @@ def test_bf16_autocast_trains():
     assert all(torch.isfinite(p.grad).all() and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
+def test_evaluation_is_exact_under_autocast_too():
+    model = random_model(seed=6)
+    inputs = random_inputs(model)
+    with torch.no_grad():
+        exact = model(**inputs).logits
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(model(**inputs).logits, exact)
+            model.exact_evaluation = False
+            assert not torch.equal(model(**inputs).logits.float(), exact)
+
+
 # -- Hugging Face -----------------------------------------------------------------------------------------------------
 
 

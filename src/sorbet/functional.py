@@ -9,6 +9,8 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
@@ -258,8 +260,8 @@ class _PowerNorm(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x_norm, psi, weight = ctx.saved_tensors
         corrected = grad - ctx.nu * x_norm
-        owed = (corrected * x_norm * weight).flatten(0, -2).sum(dim=0)  # Λ − ν Γ
-        gamma = (x_norm.square() * weight).flatten(0, -2).sum(dim=0)
+        owed = sum_over_processes((corrected * x_norm * weight).flatten(0, -2).sum(dim=0))  # Λ − ν Γ
+        gamma = sum_over_processes((x_norm.square() * weight).flatten(0, -2).sum(dim=0))
         ctx.nu.add_(owed, alpha=1.0 - ctx.momentum)
         ctx.square.lerp_(psi.square() * gamma, 1.0 - ctx.momentum)
         return corrected / psi, None, None, None, None
@@ -276,11 +278,19 @@ def root_mean_square(square: Tensor) -> Tensor:
 
 
 def valid_token_weight(x: Tensor, mask: Tensor | None) -> Tensor:
-    """1/N on valid tokens and 0 on padding, [..., 1]: a sum with it is a mean over the tokens that exist."""
-    if mask is None:
-        return x.new_full((*x.shape[:-1], 1), 1.0 / x[..., 0].numel())
-    weight = mask.to(x.dtype).unsqueeze(-1)
-    return weight / weight.sum().clamp_min(1.0)
+    """1/N on valid tokens and 0 on padding, [..., 1]: a sum with it is a mean over the tokens that exist.
+
+    Where several processes train together, N counts the tokens of all of them.
+    """
+    weight = x.new_ones((*x.shape[:-1], 1)) if mask is None else mask.to(x.dtype).unsqueeze(-1)
+    return weight / sum_over_processes(weight.sum()).clamp_min(1.0)
+
+
+def sum_over_processes(x: Tensor) -> Tensor:
+    """The sum of x over all processes that train together; x itself where there is one."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return x
+    return funcol.all_reduce(x, "sum", dist.group.WORLD)
 
 
 def merge_threshold(

@@ -8,6 +8,7 @@ With every switch of the configuration off (M0) this is transformers' own BERT.
 
 import os
 import re
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -174,7 +175,14 @@ class SorbetPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = False
     _supports_flex_attn = False
     _supports_attention_backend = False
+    accepts_loss_kwargs = False  # or Trainer would leave the mean over accumulated batches to the model
     _no_split_modules = ["SorbetLayer", "SorbetEmbeddings"]  # noqa: RUF012
+
+    exact_evaluation = True  # in evaluation, autocast is off: rounding an output to bfloat16 would break the contract
+
+    def precision(self, device: torch.device) -> AbstractContextManager[Any]:
+        exact = self.exact_evaluation and not self.training
+        return torch.autocast(device.type, enabled=False) if exact else nullcontext()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -265,7 +273,8 @@ class SorbetModel(SorbetPreTrainedModel):
         output_attentions: bool | None = None,
         **_: Any,
     ) -> BaseModelOutputWithPooling:
-        pooled, states, attentions = self.encode(input_ids, attention_mask, token_type_ids, position_ids)
+        with self.precision(input_ids.device):
+            pooled, states, attentions = self.encode(input_ids, attention_mask, token_type_ids, position_ids)
         return BaseModelOutputWithPooling(
             last_hidden_state=states[-1],
             pooler_output=pooled.value,
@@ -298,8 +307,9 @@ class SorbetForSequenceClassification(SorbetPreTrainedModel):
         output_attentions: bool | None = None,
         **_: Any,
     ) -> SequenceClassifierOutput:
-        pooled, states, attentions = self.sorbet.encode(input_ids, attention_mask, token_type_ids, position_ids)
-        logits = self.classifier(Dyadic(self.dropout(pooled.value), pooled.grid))
+        with self.precision(input_ids.device):
+            pooled, states, attentions = self.sorbet.encode(input_ids, attention_mask, token_type_ids, position_ids)
+            logits = self.classifier(Dyadic(self.dropout(pooled.value), pooled.grid))
         return SequenceClassifierOutput(
             loss=None if labels is None else self.task_loss(logits, labels),
             logits=logits,

@@ -123,14 +123,18 @@ class Table:
 
     def texts(self) -> list[Text]:
         """One text, or a pair, for each row: by the column names that GLUE and its relatives use."""
-        for names in TEXT_COLUMNS:
-            if all(name in self.columns for name in names):
-                columns = [self.column(name) for name in names]
-                return list(columns[0]) if len(names) == 1 else list(zip(*columns, strict=True))
-        raise DataError(
-            f"{self.path}, line 1: no text column among {', '.join(self.columns)}; "
-            "name one 'sentence' or 'text' (pairs: 'sentence1' and 'sentence2')"
-        )
+        columns = [self.column(name) for name in text_columns(self)]
+        return list(columns[0]) if len(columns) == 1 else list(zip(*columns, strict=True))
+
+
+def text_columns(table: Table) -> tuple[str, ...]:
+    for names in TEXT_COLUMNS:
+        if all(name in table.columns for name in names):
+            return names
+    raise DataError(
+        f"{table.path}, line 1: no text column among {', '.join(table.columns)}; "
+        "name one 'sentence' or 'text' (pairs: 'sentence1' and 'sentence2')"
+    )
 
 
 def read_text(path: str | Path) -> str:
@@ -152,16 +156,26 @@ def read_text(path: str | Path) -> str:
     return text
 
 
-def read_table(path: str | Path) -> Table:
-    """A GLUE TSV, a CSV or plain lines (one text each), gzip or not, told apart by the name and the first line."""
+def read_table(
+    path: str | Path, columns: tuple[str, ...] | None = None, drop_malformed: bool = False
+) -> Table:  # fmt: skip
+    """A GLUE TSV, a CSV, JSONL or plain lines (one text each), gzip or not, told apart by name and first line.
+
+    `columns` are those of a TSV whose first line has that many fields and no known name: it is a row, not a header.
+    `drop_malformed` leaves out TSV rows with a wrong number of fields, with a warning (the official files have some).
+    """
     path = Path(path)
     text = read_text(path)
     suffix = (Path(path.stem) if path.suffix == ".gz" else path).suffix.lower()
     lines = text.replace("\r\n", "\n").split("\n")
     if suffix == ".csv":
         return _read_csv(path, text)
-    if suffix == ".tsv" or (suffix != ".txt" and _is_header(lines[0].split("\t"))):
-        return _read_tsv(path, lines)
+    if suffix in (".jsonl", ".ndjson", ".json"):
+        return _read_jsonl(path, lines)
+    first = lines[0].split("\t")
+    if suffix == ".tsv" or (suffix != ".txt" and _is_header(first)):
+        headless = columns is not None and not _is_header(first) and len(first) == len(columns)
+        return _read_tsv(path, lines, columns if headless else None, drop_malformed)
     kept = [(i + 1, line) for i, line in enumerate(lines) if line.strip()]
     return Table(path, ("text",), [[line] for _, line in kept], [i for i, _ in kept])
 
@@ -170,18 +184,25 @@ def _is_header(fields: list[str]) -> bool:
     return any(all(name in fields for name in names) for names in TEXT_COLUMNS)
 
 
-def _read_tsv(path: Path, lines: list[str]) -> Table:
+def _read_tsv(path: Path, lines: list[str], columns: tuple[str, ...] | None, drop_malformed: bool) -> Table:
     """GLUE's TSV: tabs, no quoting."""
-    columns = tuple(lines[0].split("\t"))
-    rows, numbers = [], []
-    for i, line in enumerate(lines[1:], start=2):
+    start = 0 if columns else 1
+    columns = columns or tuple(lines[0].split("\t"))
+    rows, numbers, malformed = [], [], []
+    for i, line in enumerate(lines[start:], start=start + 1):
         if not line.strip():
             continue
         row = line.split("\t")
-        if len(row) != len(columns):
+        if len(row) == len(columns):
+            rows.append(row)
+            numbers.append(i)
+        elif drop_malformed:
+            malformed.append(i)
+        else:
             raise DataError(f"{path}, line {i}: {len(row)} fields where the header has {len(columns)}")
-        rows.append(row)
-        numbers.append(i)
+    if malformed:
+        where = ", ".join(map(str, malformed[:5])) + (", …" if len(malformed) > 5 else "")
+        warnings.warn(f"{path}: {len(malformed)} malformed rows left out (line {where})", stacklevel=3)
     return _table(path, columns, rows, numbers)
 
 
@@ -201,6 +222,29 @@ def _read_csv(path: Path, text: str) -> Table:
             start = reader.line_num + 1
     except csv.Error as error:
         raise DataError(f"{path}, line {start}: {error}; check its quotes") from None
+    return _table(path, columns, rows, numbers)
+
+
+def _read_jsonl(path: Path, lines: list[str]) -> Table:
+    """One JSON object a line, all with the same keys."""
+    columns: tuple[str, ...] = ()
+    rows, numbers = [], []
+    for i, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            raise DataError(f"{path}, line {i}: not JSON; each line must be one object") from None
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, line {i}: {type(row).__name__} where an object must stand")
+        columns = columns or tuple(row)
+        for name in columns:
+            if not isinstance(row.get(name), str | int | float):
+                problem = "is missing" if name not in row else f"is {json.dumps(row[name])[:40]}"
+                raise DataError(f"{path}, line {i}: {name!r} {problem}; it must be a string or a number")
+        rows.append([str(row[name]) for name in columns])
+        numbers.append(i)
     return _table(path, columns, rows, numbers)
 
 

@@ -1,0 +1,175 @@
+"""transformers' Trainer with a teacher: losses, parameter groups and schedule of a distillation step."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Dataset
+from transformers import Trainer
+
+from ..text import Text
+from .losses import attention_loss, logits_loss, representation_loss
+from .recipe import Step
+from .tasks import Examples
+
+
+class EncodedExamples(Dataset):
+    """Examples as token ids: short, in memory, tokenised once."""
+
+    def __init__(self, examples: Examples, tokenizer: Any, max_length: int):
+        first, second = columns(examples.texts)
+        encoded = tokenizer(first, second, truncation=True, max_length=max_length)
+        types = encoded.get("token_type_ids") or [[0] * len(ids) for ids in encoded["input_ids"]]
+        self.rows = [
+            {"input_ids": ids, "token_type_ids": kinds, "labels": label}
+            for ids, kinds, label in zip(encoded["input_ids"], types, examples.labels, strict=True)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.rows[index]
+
+
+def columns(texts: list[Text]) -> tuple[list[str], list[str] | None]:
+    if not texts or isinstance(texts[0], str):
+        return list(texts), None  # type: ignore[arg-type]
+    return [text[0] for text in texts], [text[1] for text in texts]
+
+
+class Collator:
+    """Pads a batch to its longest row, or to one length for all batches (what compiled code likes best)."""
+
+    def __init__(self, pad_token_id: int, fixed_length: int | None = None):
+        self.pad_token_id, self.fixed_length = pad_token_id, fixed_length
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        length = self.fixed_length or max(len(row["input_ids"]) for row in rows)
+        ids = torch.full((len(rows), length), self.pad_token_id)
+        types, mask = torch.zeros_like(ids), torch.zeros_like(ids)
+        for i, row in enumerate(rows):
+            end = len(row["input_ids"])
+            ids[i, :end] = torch.tensor(row["input_ids"])
+            types[i, :end] = torch.tensor(row["token_type_ids"])
+            mask[i, :end] = 1
+        batch = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
+        return batch | {"labels": torch.tensor([row["labels"] for row in rows])}
+
+
+class DistillationTrainer(Trainer):
+    """Trains a student on what its teacher says; without a teacher, on the labels (how the teacher itself is made)."""
+
+    def __init__(self, *args: Any, teacher: nn.Module | None, step: Step, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.step = step
+        self.teacher = None if teacher is None else prepare_teacher(teacher, self)
+
+    def compute_loss(  # type: ignore[override]
+        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if self.teacher is None or not model.training:
+            return super().compute_loss(model, inputs, return_outputs)
+        inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        extra = {"output_hidden_states": True, "output_attentions": self.step.attention > 0}
+        student = model(**inputs, **extra)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            teacher = self.teacher(**inputs, **extra)
+        loss = distillation_loss(student, teacher, inputs["attention_mask"], self.step)
+        return (loss, student) if return_outputs else loss
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            groups = parameter_groups(self.model, self.step)
+            self.optimizer = AdamW(groups, lr=self.step.learning_rate, betas=(0.9, 0.999), eps=1e-8)
+        return self.optimizer
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        if self.lr_scheduler is None:
+            optimizer = self.optimizer if optimizer is None else optimizer
+            lambdas = [
+                schedule(num_training_steps, self.step.warmup, self.step.frozen_scales if group["scales"] else 0.0)
+                for group in optimizer.param_groups
+            ]
+            self.lr_scheduler = LambdaLR(optimizer, lambdas)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+
+def distillation_loss(student: Any, teacher: Any, mask: Tensor, step: Step) -> Tensor:
+    """L = w₁ L_logits + w₂ L_reps (+ w₃ L_attention) on the outputs of two models with as many blocks."""
+    regression = student.logits.shape[-1] == 1
+    loss = step.logits * logits_loss(student.logits, teacher.logits, step.temperature, regression)
+    if step.reps:
+        ours, theirs = student.hidden_states[1:], teacher.hidden_states[1:]
+        loss = loss + step.reps * representation_loss(ours, theirs, mask)
+    if step.attention:
+        loss = loss + step.attention * attention_loss(student.attentions, teacher.attentions, mask)
+    return loss
+
+
+def prepare_teacher(teacher: nn.Module, trainer: Trainer) -> nn.Module:
+    """In evaluation mode (no dropout), without gradients, on the trainer's device; compiled if the student is."""
+    teacher.eval().requires_grad_(False)
+    if hasattr(teacher, "exact_evaluation"):
+        teacher.exact_evaluation = False  # what it says may be rounded to bfloat16, as the student's training is
+    nn.Module.to(teacher, trainer.args.device)
+    return torch.compile(teacher) if trainer.args.torch_compile else teacher  # type: ignore[return-value]
+
+
+def parameter_groups(model: nn.Module, step: Step) -> list[dict[str, Any]]:
+    """Weights decay; biases, norms and shifts do not; log2 of the scales neither, at a learning rate of their own."""
+    groups: dict[str, list[Tensor]] = {"weights": [], "vectors": [], "scales": []}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        kind = "scales" if name.endswith("log2_scale") else "weights" if parameter.dim() > 1 else "vectors"
+        groups[kind].append(parameter)
+    scale_lr = step.learning_rate if step.scale_learning_rate is None else step.scale_learning_rate
+    made = [
+        {"params": groups["weights"], "weight_decay": step.weight_decay, "lr": step.learning_rate, "scales": False},
+        {"params": groups["vectors"], "weight_decay": 0.0, "lr": step.learning_rate, "scales": False},
+        {"params": groups["scales"], "weight_decay": 0.0, "lr": scale_lr, "scales": True},
+    ]
+    return [group for group in made if group["params"]]
+
+
+def schedule(steps: int, warmup: float, frozen: float) -> Callable[[int], float]:
+    """Linear up over the first share, linear down to 0; held at 0 over the last share `frozen`."""
+    up, end = max(int(steps * warmup), 1), steps * (1 - frozen)
+
+    def factor(step: int) -> float:
+        if step >= end:
+            return 0.0
+        return min((step + 1) / up, (steps - step) / max(steps - up, 1), 1.0)
+
+    return factor
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that was written to its end; a half-written one is removed.
+
+    The Trainer writes trainer_state.json last, so a checkpoint without it was cut short.
+    """
+    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rsplit("-", 1)[1]))
+    for path in reversed(found):
+        try:
+            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+            return path
+        except (OSError, ValueError):
+            shutil.rmtree(path)
+    return None
+
+
+def logits_of(trainer: Trainer, dataset: Dataset) -> np.ndarray:
+    predictions = trainer.predict(dataset).predictions  # type: ignore[arg-type]
+    return np.asarray(predictions[0] if isinstance(predictions, tuple) else predictions)
