@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -152,9 +153,9 @@ def test_errors_are_one_line(checkpoint, data, tmp_path):
         (("info", broken), "broken.sorbet: the file is damaged or cut short"),
         (("verify", model, "--data", tmp_path / "none.tsv"), "none.tsv: cannot be read"),
         (("verify", model, "--data", data, "--checkpoint", bert), "'bert' checkpoint, not a Sorbet"),
-        (("verify", model, "--data", data, "--checkpoint", other), "its number of layers is 1, the artefact's 2"),
+        (("verify", model, "--data", data, "--checkpoint", other), "its vocab_size is 99, the artefact's"),
         (("verify", model, "--data", data, "--checkpoint", tmp_path / "no"), "no model to load here"),
-        (("convert", other, tmp_path / "x.sorbet"), "no tokenizer beside the model"),
+        (("convert", other, tmp_path / "x.sorbet"), "no usable tokenizer beside the model"),
         (("convert", nan, tmp_path / "x.sorbet"), "classifier.bias: 1 of 3 values are NaN"),
     ):
         done = sorbet(*arguments, check=2)
@@ -162,9 +163,43 @@ def test_errors_are_one_line(checkpoint, data, tmp_path):
         assert done.stderr.strip().count("\n") == 0, done.stderr
 
 
+def test_broken_checkpoints_are_errors(checkpoint, data, tmp_path):
+    """A half-precision copy is compared; weights cut short, another stage, another head count, bad numbers are not."""
+    model = checkpoint / "model.sorbet"
+    half = random_model(seed=12, vocab_size=len(hf_tokenizer()), num_labels=2).half()
+    half.save_pretrained(tmp_path / "half")
+    done = sorbet("verify", model, "--data", data, "--checkpoint", tmp_path / "half", "--limit", 4, check=None)
+    assert done.returncode in (0, 1)  # half precision moves some weights
+    assert "in 4 examples" in done.stdout
+    cut = tmp_path / "cut"
+    shutil.copytree(checkpoint, cut)
+    weights = cut / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    stage = tmp_path / "stage"
+    random_model(vocab_size=len(hf_tokenizer()), num_labels=2, activation_bits=32).save_pretrained(stage)
+    heads = tmp_path / "heads"
+    random_model(vocab_size=len(hf_tokenizer()), num_labels=2, num_attention_heads=2).save_pretrained(heads)
+    for folder, message in (
+        (cut, "no model to load here"),
+        (stage, "activation_bits is 32"),
+        (heads, "its num_heads is 2"),
+    ):
+        done = sorbet("verify", model, "--data", data, "--checkpoint", folder, check=2)
+        assert message in done.stderr
+    for key, value in (("hidden_size", "x"), ("num_attention_heads", 0), ("weight_bits", 2)):
+        bad = tmp_path / f"bad-{key}"
+        shutil.copytree(checkpoint, bad)
+        settings = json.loads((bad / "config.json").read_text())
+        (bad / "config.json").write_text(json.dumps(settings | {key: value}))
+        done = sorbet("convert", bad, tmp_path / "x.sorbet", check=2)
+        assert "no model to load here" in done.stderr
+    done = sorbet("convert", checkpoint, tmp_path / "no" / "x.sorbet", check=2)
+    assert "cannot be written (No such file" in done.stderr
+
+
 def test_long_text_is_cut_with_a_warning(checkpoint, tmp_path):
     path = tmp_path / "long.txt"
-    path.write_text("film " * 100 + "\n\nplot\n")
+    path.write_text("[/b] film " * 100 + "\n\nplot\n")
     done = sorbet("verify", checkpoint / "model.sorbet", "--data", path)
     assert "0 differences in 2 examples" in done.stdout
     assert "warning: a text of more than 40 tokens was cut" in done.stderr

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 from conftest import random_inputs, random_model
+from test_exact import assert_exact
 from transformers import BertConfig, BertForSequenceClassification
 
-from sorbet import madeup
-from sorbet.bits import bytes_to_words
+from sorbet import madeup, reference
 from sorbet.conversion import convert
 from sorbet.errors import ConversionError
 from sorbet.modeling_sorbet import SorbetForSequenceClassification
 from sorbet.reference import Reference
-from sorbet.widths import FLOAT32, accumulator_widths
+from sorbet.widths import accumulator_widths
 
 
 @pytest.mark.parametrize(
@@ -65,11 +65,40 @@ def test_scales_too_far_apart_are_refused_by_layer(parameter, change, layer):
 
 
 def test_absurd_exponents_are_refused():
-    for value in (-300.0, 300.0):
+    for value in (-300.0, -31.0, 31.0, 300.0):
         model = random_model()
         model.sorbet.layers[0].attention.query_neuron.log2_scale.data.fill_(value)
-        with pytest.raises(ConversionError, match=r"layers.0"):
+        with pytest.raises(ConversionError, match=r"layers.0.attention.query_neuron: a scale of 2\^"):
             convert(model)
+    model = random_model()
+    model.sorbet.embeddings.word_embeddings.weight.data[7] *= 2.0**40
+    with pytest.raises(ConversionError, match=r"embeddings.word_embeddings: a scale of 2\^"):
+        convert(model)
+
+
+def test_large_scores_do_not_unmask():
+    """Scores beyond 2^30 are still above what is masked, in PyTorch as in integers."""
+    model = random_model(seed=1)
+    attention = model.sorbet.layers[0].attention
+    for neuron in (attention.query_neuron, attention.key_neuron):
+        neuron.log2_scale.data += 10.0
+    assert_exact(model, random_inputs(model))
+
+
+def test_what_a_file_cannot_say_is_refused():
+    for provenance in ({"x": float("nan")}, {"x": np.float32(1)}, {"x": {1, 2}}):
+        with pytest.raises(ConversionError, match="the provenance must be plain JSON"):
+            convert(random_model(), provenance=provenance)
+    with pytest.raises(ConversionError, match="labels and provenance take more than"):
+        convert(random_model(), provenance={"x": "y" * 2**20})
+    model = random_model()
+    model.config.problem_type = "multi_label_classification"
+    with pytest.raises(ConversionError, match="multi_label"):
+        convert(model)
+    model = random_model(num_labels=2)
+    model.config.id2label = {1: "a", 2: "b"}
+    with pytest.raises(ConversionError, match=r"id2label has the keys \[1, 2\]"):
+        convert(model)
 
 
 def test_a_tokenizer_of_another_model_is_refused():
@@ -79,51 +108,62 @@ def test_a_tokenizer_of_another_model_is_refused():
         convert(random_model(), "bert-base-uncased")
 
 
-def test_widths_hold_what_inputs_do():
-    """The proof is a bound: no sum on real inputs leaves the range that it states, and the linear ones are tight."""
-    model = random_model(seed=3)
+@pytest.mark.parametrize("encoding", ["signed", "unsigned", "offset"])
+def test_widths_hold_what_inputs_do(encoding, monkeypatch):
+    """The proof is a bound: whatever the reference shifts, sums or compares on real inputs stays inside it."""
+    model = random_model(seed=3, encoding=encoding)
     artifact = convert(model)
     widths = {width.name: width for width in accumulator_widths(artifact)}
     assert all(width.fits for width in widths.values())
-    seen: dict[str, tuple[int, int]] = {}
-    reference = Reference(artifact)
-    honest = reference.linear
-    names = {id(part.bits): name for name, part in _linear_parts(reference.parts)}
+    seen: dict[str, list[int]] = {}
 
-    def watched(words, counts, encoding):
-        out = honest(words, counts, encoding)
-        seen[names[id(words)]] = (int(out.min()), int(out.max()))
-        return out
+    def note(name, value):
+        seen.setdefault(name, []).extend((int(value.min()), int(value.max())))
 
-    reference.linear = watched  # type: ignore[method-assign]
+    queue: list[str] = []  # names of the calls to come, in the order of the forward pass
+
+    def plan():
+        queue[:] = ["embeddings.norm"]
+        for i in range(2):
+            names = ("query", "key", "value", "scores", "context", "attention_output", "intermediate", "output")
+            queue.extend(f"layers.{i}.{name}" for name in names)
+        queue.append("pooler")
+
+    honest = {name: getattr(reference, name) for name in ("bspn", "half_up", "ptsoftmax")}
+
+    def bspn(norm, x, shape):
+        name = queue.pop(0)
+        note(f"{name}.residual" if "layers" in name else "embeddings.sum", x)
+        current, size = honest["bspn"](norm, x, shape)
+        note((f"{name}.norm" if "layers" in name else name) + ".membrane", current + (size >> 1))
+        return current, size
+
+    def half_up(x, shift):
+        note(name := queue.pop(0), x)
+        if f"{name}.membrane" in widths:
+            note(f"{name}.membrane", x + (1 << (shift - 1)) if shift > 0 else x << -shift)
+        return honest["half_up"](x, shift)
+
+    def ptsoftmax(scores, *rest):
+        note(queue.pop(0), scores)
+        return honest["ptsoftmax"](scores, *rest)
+
+    for function in (bspn, half_up, ptsoftmax):
+        monkeypatch.setattr(reference, function.__name__, function)
     for seed in range(5):
-        inputs = random_inputs(model, seed=seed)
-        reference(inputs["input_ids"].numpy(), inputs["attention_mask"].numpy())
-        for name, (low, high) in seen.items():
-            assert widths[name].low <= low + _offset(reference.parts, name)[0], name
-            assert high + _offset(reference.parts, name)[1] <= widths[name].high, name
-    assert len(seen) == 13
-    row = np.bitwise_count(bytes_to_words(artifact.layers[0].intermediate.bits)).sum(axis=1)
-    offset = artifact.layers[0].intermediate.offset
-    best = max(int(15 * 48 + max(o, 0)) for o in offset)  # signed counts reach hi · K on every row
-    assert widths["layers.0.intermediate"].high == best
-    assert len(row) == 72
-    assert {width.limit for width in widths.values()} >= {FLOAT32, 31, 22}
-
-
-def _linear_parts(parts):
-    for i, layer in enumerate(parts.layers):
-        for name in ("query", "key", "value", "attention_output", "intermediate", "output"):
-            yield f"layers.{i}.{name}", getattr(layer, name)
-    yield "pooler", parts.pooler
-
-
-def _offset(parts, wanted):
-    for name, part in _linear_parts(parts):
-        if name == wanted:
-            offset = getattr(part, "offset", getattr(part, "bias", None))
-            return min(int(offset.min()), 0), max(int(offset.max()), 0)
-    raise KeyError(wanted)
+        plan()
+        trace: dict = {}
+        Reference(artifact)(random_inputs(model, seed=seed)["input_ids"].numpy(), trace=trace)
+        note("classifier", trace["logits"])
+        assert not queue
+    for name, values in seen.items():
+        assert widths[name].low <= min(values), name
+        assert max(values) <= widths[name].high, name
+    assert len(seen) > 30
+    lo, hi = artifact.shape.counts()  # where counts are signed every row of ±1 reaches hi · K
+    part = artifact.layers[0].intermediate
+    plus = np.unpackbits(part.bits, axis=1, count=48).sum(axis=1).astype(int)
+    assert widths["layers.0.intermediate"].high == max(hi * plus - lo * (48 - plus) + np.maximum(part.offset, 0))
 
 
 def test_conversion_of_a_reloaded_checkpoint_is_the_same(tmp_path):

@@ -78,6 +78,17 @@ def test_elastic_quantize_is_the_papers_quantiser(encoding, num_steps):
     assert shift.grad.abs().sum() > 0
 
 
+def test_a_silent_neuron_can_come_back():
+    """Every input below the range of an unsigned neuron: all counts 0, and yet x, α and β are told."""
+    x = torch.full((8,), -3.0, requires_grad=True)
+    scale, shift = torch.tensor(0.5, requires_grad=True), torch.zeros(8, requires_grad=True)
+    out = S.elastic_quantize(x, scale, 0, 15, shift)
+    assert (out == 0).all()
+    out.sum().backward()
+    assert (x.grad > 0).all()
+    assert (shift.grad < 0).all()
+
+
 def test_a_scale_is_a_power_of_two_and_learns():
     for log2 in np.linspace(-6, 6, 49):
         parameter = torch.tensor(float(log2), requires_grad=True)
@@ -227,12 +238,22 @@ def test_power_norm_backward_is_the_papers():
     assert torch.equal(square, psi.square()), "a forward pass alone changes nothing"
     out.backward(upstream)
     x_norm = x.detach() / psi
-    assert torch.equal(x.grad, (upstream - before * x_norm) / psi)
+    assert torch.equal(x.grad[mask], ((upstream - before * x_norm) / psi)[mask])
+    assert (x.grad[~mask] == 0).all(), "padding gets no gradient"
     gamma = (x_norm**2)[mask].mean(dim=0)
     lam = (upstream * x_norm)[mask].mean(dim=0)
     # summed in another order than the implementation does
     torch.testing.assert_close(nu, before * (1 - 0.1 * gamma) + 0.1 * lam)
     torch.testing.assert_close(square, 0.9 * psi.square() + 0.1 * (x.detach() ** 2)[mask].mean(dim=0))
+
+
+def test_an_overflow_does_not_stay_in_nu():
+    x, square, nu = torch.ones(1, 2, 2, requires_grad=True), torch.ones(2), torch.zeros(2)
+    S.power_norm(x, square, nu, S.valid_token_weight(x, None), 0.9).backward(
+        torch.tensor([[[float("inf"), 1], [1, 1]]])
+    )
+    assert torch.isfinite(nu).all()
+    assert nu[1] != 0
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------

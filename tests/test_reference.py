@@ -1,10 +1,13 @@
 """The reference multiplies nothing, and says what is wrong with its inputs."""
 
+import ast
+from pathlib import Path
+
 import numpy as np
 import pytest
 from conftest import arrays, random_inputs, random_model
 
-from sorbet import SorbetError
+from sorbet import SorbetError, bits, reference
 from sorbet.bits import bit_length, ceil_log2_ratio, shift_right
 from sorbet.conversion import convert
 from sorbet.counting import Counter, WatchedArray
@@ -55,10 +58,23 @@ def test_functions_that_hide_operations_are_refused(name):
         getattr(np, name)(*(("i,i", x, x) if name == "einsum" else (x,) if name in ("prod", "mean") else (x, x)))
 
 
+def test_no_way_around_the_counter():
+    """Methods that hide a product are refused, single elements are watched on, and no module on the way unwraps."""
+    x = Counter().watch(np.arange(6).reshape(2, 3))
+    with pytest.raises(TypeError, match="hides its operations"):
+        x.dot(np.ones(3))
+    _ = x[0, 1] * 2
+    assert x.counter.counts["multiply"] == 1
+    for module in (reference, bits):
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name not in ("__call__", "_integers", "check_inputs"):
+                source = ast.unparse(node)
+                for way in ("np.asarray", "np.ndarray)", ".item(", ".tolist(", ".tobytes("):
+                    assert way not in source, f"{module.__name__}.{node.name} uses {way}"
+
+
 def test_a_multiplication_inside_the_reference_would_fail(monkeypatch):
     """The test above is real: plant one `*` in the middle of the forward pass and the counter sees it."""
-    from sorbet import reference
-
     honest = reference.bspn
     monkeypatch.setattr(reference, "bspn", lambda norm, x, shape: honest(norm, x * 1, shape))
     model = random_model(seed=2)

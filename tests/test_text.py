@@ -16,6 +16,7 @@ GLUE_FILES = {
     "MNLI.tsv": ("index\tsentence1\tsentence2\tgold_label\n0\ta\tb\tneutral\n", [("a", "b")]),
     "tickets.csv": ('id,text,label\n1,"broken,\nagain",bug\n2,thanks,praise\n', ["broken,\nagain", "thanks"]),
     "pairs.csv": ("text1,text2\na,b\n", [("a", "b")]),
+    "rows.jsonl": ('{"text": "a", "label": 1}\n\n{"label": 2, "text": "b\\n"}\n', ["a", "b\n"]),
     "lines.txt": ("first line\n\n  second, with a\ttab\n", ["first line", "  second, with a\ttab"]),
     "noname": ("just\none text\na line\n", ["just", "one text", "a line"]),
 }  # fmt: skip
@@ -55,6 +56,11 @@ def test_lines_are_known(tmp_path):
         ("a.tsv", b"utterance\tlabel\nx\t1\n", "line 1: no text column among utterance, label"),
         ("a.txt", b"fine\nna\xefve\n", "line 2: not UTF-8 \\(byte 0xef\\)"),
         ("a.tsv.gz", b"\x1f\x8b\x08\x00garbage", "cannot be read"),
+        ("b.tsv.gz", gzip.compress(b"sentence\n" + b"abc " * 99)[:20] + b"\xff" * 30, "cannot be read"),
+        ("a.jsonl", b'{"text": "x"}\n[1]\n', "line 2: list where an object must stand"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": 1', "line 2: not JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{"label": 1}\n', "line 2: 'text' is missing"),
+        ("a.jsonl", b'{"text": null}\n', "line 1: 'text' is null"),
     ],
 )
 def test_bad_files(tmp_path, name, content, message):

@@ -28,7 +28,8 @@ from .errors import ArtifactError
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 256 * 2**20
-MAX_TOKENIZER_BYTES = 64 * 2**20
+MAX_HEADER_BYTES = 2 * 2**20  # JSON grows twenty-fold when it is read
+MAX_TOKENIZER_BYTES = 8 * 2**20
 MAX_SHIFT = 30
 Array = NDArray[Any]
 
@@ -139,7 +140,7 @@ class Projection:
 class Norm:
     """BSPN merged with its neuron: count = clip(⌊(±X̂ + offset + ⌊|θ|/2⌋) / |θ|⌋, lo, hi), θ's sign being that of X̂."""
 
-    threshold: Array = tensor("int32", "out", low=-(2**14), high=2**14)
+    threshold: Array = tensor("int32", "out", low=-(2**16), high=2**16)
     offset: Array = tensor("int32", "out", low=-(2**20), high=2**20)
 
 
@@ -211,6 +212,8 @@ class Artifact:
         path = Path(path)
         try:
             size = path.stat().st_size
+            if not path.is_file():
+                raise ArtifactError(f"{path}: not a file")
             if size > MAX_FILE_BYTES:
                 raise ArtifactError(f"{path}: {size:,} bytes, more than any Sorbet has ({MAX_FILE_BYTES:,})")
             data = path.read_bytes()
@@ -235,6 +238,8 @@ class Artifact:
             "provenance": self.provenance,
         }
         header["sha256"] = digest(header, arrays)
+        if len(_json(header).encode()) > MAX_HEADER_BYTES // 2:
+            raise ArtifactError(f"labels and provenance take more than {MAX_HEADER_BYTES // 2:,} bytes: shorten them")
         return safetensors.numpy.save(arrays, {"sorbet": _json(header)})
 
     @classmethod
@@ -408,7 +413,7 @@ class _Reader:
     def finish(self) -> None:
         for kind, rest in (("tensor", self.arrays), ("integer", self.integers)):
             if rest:
-                raise ArtifactError(f"{kind} {str(min(rest))[:80]} is unknown to this format version")
+                raise ArtifactError(f"{kind} {min(rest)[:80]!r} is unknown to this format version")
 
 
 def _shape(raw: Any) -> Shape:
@@ -457,6 +462,8 @@ def _parse(data: bytes) -> tuple[dict[str, Any], dict[str, Array]]:
         length = int.from_bytes(data[:8], "little")
         if length > len(data) - 8:
             raise ArtifactError("no .sorbet file, or the end is missing: its header is longer than the file")
+        if length > MAX_HEADER_BYTES:
+            raise ArtifactError(f"its header takes {length:,} bytes, more than any Sorbet's ({MAX_HEADER_BYTES:,})")
         entries = json.loads(data[8 : 8 + length])
         raw = entries["__metadata__"]["sorbet"]
         header = json.loads(raw)
@@ -465,13 +472,13 @@ def _parse(data: bytes) -> tuple[dict[str, Any], dict[str, Array]]:
         raise
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ArtifactError("no .sorbet file: it has no Sorbet header (make one with `sorbet convert`)") from None
-    if version != FORMAT_VERSION:
+    if type(version) is not int or version != FORMAT_VERSION:
         raise ArtifactError(
             f"format version {repr(version)[:20]}: this Sorbet reads version {FORMAT_VERSION}; "
             "install a matching release or convert the checkpoint again"
         )
     try:
-        _json(header)  # what cannot be written back (NaN, lone surrogates) has no digest either
+        _json(header).encode()  # what cannot be written back (NaN, lone surrogates) has no digest either
         arrays = safetensors.numpy.load(data)
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RecursionError, MemoryError) as error:
         reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
@@ -483,7 +490,7 @@ def _pack_tokenizer(text: str) -> bytes:
     """A WordPiece vocabulary as a list by id takes half the space of one with an id for each word."""
     tokenizer = json.loads(text)
     vocab = tokenizer.get("model", {}).get("vocab")
-    if isinstance(vocab, dict) and sorted(vocab.values()) == list(range(len(vocab))):
+    if isinstance(vocab, dict) and sorted(vocab.values()) == [*range(len(vocab))]:
         tokenizer["model"]["vocab"] = sorted(vocab, key=vocab.__getitem__)
     return _json(tokenizer).encode()
 
@@ -497,8 +504,12 @@ def _unpack_tokenizer(packed: Array) -> str:
         tokenizer = json.loads(text)
         model = tokenizer.get("model", {})
         vocab = model.get("vocab")
+        if isinstance(vocab, dict) and not all(type(number) is int for number in vocab.values()):
+            raise ValueError("a vocabulary maps words to numbers")
         if isinstance(vocab, list) and all(isinstance(token, str) for token in vocab):
             model["vocab"] = {token: i for i, token in enumerate(vocab)}
-        return _json(tokenizer)
+        plain = _json(tokenizer)
+        plain.encode()  # lone surrogates are no text
+        return plain
     except (zlib.error, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ArtifactError(f"the tokenizer cannot be read ({str(error)[:80]})") from None

@@ -40,8 +40,8 @@ def _hooked(model: nn.Module, valid: Tensor, names: set[str] | None) -> Iterator
     def fit_neuron(neuron: SpikeNeuron, args: tuple[Dyadic, ...]) -> None:
         x = _valid_entries(args[0].value, valid)
         mean_abs = float(x.abs().mean())
-        if mean_abs > 0:  # a neuron that sees nothing keeps its default
-            neuron.log2_scale.fill_(math.log2(neuron.initial_scale(mean_abs)))
+        silent = mean_abs == 0  # what sees nothing starts as if it had not been calibrated
+        neuron.log2_scale.fill_(neuron.default_log2_scale() if silent else math.log2(neuron.initial_scale(mean_abs)))
 
     def fit_norm(norm: SpikingNorm, args: tuple[Tensor, ...]) -> None:
         x = args[0][valid.to(args[0].device)]  # [tokens, d]

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from . import __version__
 from .errors import SorbetError
@@ -29,13 +28,18 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and 
 
 def main() -> None:
     """What is wrong with a file or a model is said in one line, with exit status 2."""
-    warnings.showwarning = lambda message, *_, **__: err.print(f"[yellow]warning:[/] {message}", highlight=False)
+    warnings.showwarning = _show_warning
     try:
         app()
     except SorbetError as error:
         err.print("[bold red]error:[/]", end=" ")
         err.print(str(error), markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    err.print("[yellow]warning:[/]", end=" ")
+    err.print(str(message), markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_json(value: Any) -> None:
@@ -115,12 +119,15 @@ def convert(
     model = load_sorbet(checkpoint)
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    except (OSError, ValueError):
+    except Exception:  # a tokenizer that is missing or damaged shows in many ways
         raise SorbetError(
-            f"{checkpoint}: no tokenizer beside the model; save it there (tokenizer.save_pretrained)"
+            f"{checkpoint}: no usable tokenizer beside the model; save it there (tokenizer.save_pretrained)"
         ) from None
     artifact = run(model.float(), tokenizer)
-    artifact.save(target)
+    try:
+        artifact.save(target)
+    except OSError as error:
+        raise SorbetError(f"{target}: cannot be written ({error.strerror})") from None
     out.print(f"{target}: {target.stat().st_size / 1e6:.2f} MB, exact", highlight=False)
 
 
@@ -147,13 +154,6 @@ class _progress:
 
     def __exit__(self, *exc: Any) -> None:
         self.bar.__exit__(*exc)
-
-
-def table(*columns: str, title: str | None = None) -> Table:
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for i, column in enumerate(columns):
-        made.add_column(column, justify="left" if i == 0 else "right")
-    return made
 
 
 if __name__ == "__main__":

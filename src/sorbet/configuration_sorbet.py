@@ -1,4 +1,4 @@
-"""Configuration of a Sorbet: BERT's shape plus five independent switches.
+"""Configuration of a Sorbet: BERT's shape plus six independent switches.
 
 | switch            | paper's BERT | Sorbet   | what it turns on                                      |
 | ----------------- | ------------ | -------- | ----------------------------------------------------- |
@@ -7,6 +7,7 @@
 | `softmax_type`    | softmax      | ptsoftmax| Algorithm 2: shifts instead of exponentials           |
 | `norm_type`       | layernorm    | bspn     | Algorithm 1: shifts instead of a square root          |
 | `hidden_act`      | gelu         | relu     | a spike neuron is a ReLU by itself                    |
+| `pooler_act`      | tanh         | relu     | the same                                              |
 
 The stages M0 to M3 of Algorithm 4 are four settings of these switches (`STAGES`).
 """
@@ -64,6 +65,7 @@ class SorbetConfig(PreTrainedConfig):
     scale_rounding: Literal["log", "value"] = "log"  # which power of two is the nearest to a scale
     softmax_rounding: Literal["log", "value"] = "log"  # which power of two is the nearest to Z
     shift_rounding: Literal["floor", "nearest"] = "floor"  # what a right shift does with the bits it drops
+    group_gradient: Literal["shift", "scale"] = "shift"  # of X ≫ k: k constant (the paper's proof), or as X / S
 
     @property
     def num_steps(self) -> int | None:
@@ -72,7 +74,7 @@ class SorbetConfig(PreTrainedConfig):
 
     @property
     def groups(self) -> int:
-        return self.norm_groups or self.num_attention_heads
+        return self.num_attention_heads if self.norm_groups is None else self.norm_groups
 
     def validate_sorbet(self) -> None:
         if self.weight_bits not in (1, 32):
@@ -87,7 +89,7 @@ class SorbetConfig(PreTrainedConfig):
             raise ValueError(
                 f"hidden_size {self.hidden_size} does not divide into {self.num_attention_heads} attention heads"
             )
-        if self.hidden_size % self.groups:
+        if self.groups < 1 or self.hidden_size % self.groups:
             raise ValueError(f"hidden_size {self.hidden_size} does not divide into {self.groups} norm groups")
         if not 0 <= self.bspn_fraction_bits <= 12:
             raise ValueError(f"bspn_fraction_bits is {self.bspn_fraction_bits}: it must lie in 0 … 12")

@@ -46,6 +46,7 @@ def convert(
     (teacher, data, recipe, scores) that the file will carry.
     """
     _require_convertible(model)
+    _require_exponents(model)
     config: Any = model.config
     encoder = model.sorbet
     shape = Shape(
@@ -95,6 +96,13 @@ def convert(
         return Artifact.from_bytes(artifact.to_bytes())  # what is handed out is what a file would give back
     except ArtifactError as error:
         raise ConversionError(str(error)) from None
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConversionError):
+            raise
+        raise ConversionError(f"the provenance must be plain JSON ({error})") from None
+
+
+MAX_EXPONENT = 30
 
 
 def exponent_of(neuron: SpikeNeuron) -> int:
@@ -254,6 +262,23 @@ def _require_convertible(model: nn.Module) -> None:
             raise ConversionError(f"{name} is on {tensor.device}: convert on the CPU (model.cpu())")
 
 
+def _require_exponents(model: SorbetForSequenceClassification) -> None:
+    """The proof of widths is relative: all scales must also stay well inside float32's own range of exponents."""
+    for name, module in model.named_modules():
+        if isinstance(module, BinaryLinear | SpikeNeuron):
+            exponents = [_exponent(module.scale())]
+        elif isinstance(module, QuantizedEmbedding):
+            exponents = _row_exponents(module.row_scale(module.weight)).tolist()
+        else:
+            continue
+        worst = max(exponents, key=abs)
+        if abs(worst) > MAX_EXPONENT:
+            raise ConversionError(
+                f"{name}: a scale of 2^{worst} is beyond 2^±{MAX_EXPONENT}; the training diverged, or the input of "
+                "this layer is always zero"
+            )
+
+
 def _obstacles(model: SorbetForSequenceClassification) -> Iterator[str]:
     config: Any = model.config
     wanted = {
@@ -267,5 +292,7 @@ def _obstacles(model: SorbetForSequenceClassification) -> Iterator[str]:
     for name, values in wanted.items():
         if getattr(config, name) not in values:
             yield f"{name} is {getattr(config, name)!r}, which must be {' or '.join(map(repr, values))} (stage M3)"
-    if len(config.id2label) != config.num_labels:
-        yield f"id2label names {len(config.id2label)} labels, the head has {config.num_labels}"
+    if set(config.id2label) != set(range(config.num_labels)):
+        yield f"id2label has the keys {sorted(config.id2label)}, which must be 0 … {config.num_labels - 1}"
+    if config.problem_type == "multi_label_classification":
+        yield "problem_type is 'multi_label_classification', which must be one label per text, or a regression"

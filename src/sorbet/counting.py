@@ -82,10 +82,15 @@ class WatchedArray(np.ndarray):
 
     def __getitem__(self, key: Any) -> Any:
         result = super().__getitem__(_plain_tree(key))
+        if self.counter is not None and not isinstance(result, np.ndarray):
+            return self.counter.watch(result)  # a single element is watched on
         keys = key if isinstance(key, tuple) else (key,)
         if self.counter is not None and any(isinstance(k, np.ndarray) for k in keys):
             self.counter.book("look_up", _size(result))
         return result
+
+    def dot(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("dot on watched arrays: it hides its operations; write it out in ufuncs")
 
 
 def _plain(x: Any) -> Any:

@@ -17,8 +17,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 LN2 = math.log(2.0)
-MAX_THRESHOLD = 2**14  # of a neuron behind BSPN, in units of 2^-F
-MAX_OFFSET = 2**20
+MASKED = -(2.0**100)  # below any score
+MAX_OFFSET = 2**20  # of a neuron behind BSPN, in units of 2^-F
+LEAK = 2.0**-6  # the share of the gradient that passes a quantiser outside its range
 MIN_MAGNITUDE = 2.0**-12  # a row of weights smaller than this is scaled as if it were this large
 
 
@@ -136,14 +137,15 @@ def elastic_quantize(
 ) -> Tensor:
     """α · clip(⌊(x − β)/α + ½⌋, lo, hi), the value that a spike neuron hands on.
 
-    Backward: the floor is skipped, the clip is not; so α and β learn from every element, x from those in range
-    (LSQ's gradient falls out: ∂/∂α = c − (x − β)/α in range, lo or hi outside).
+    Backward: the floor is skipped, so LSQ's gradient falls out: ∂/∂α = c − (x − β)/α in range, lo or hi outside.
+    A little (LEAK) passes outside the range as well: a neuron that has fallen silent for every input can come back.
     `count`, where given, replaces the rounded value in the forward pass (the exact count of a fused threshold).
     """
     level = (x if shift is None else x - shift) / scale
     if count is None:
         count = torch.floor(level.detach() + 0.5).clamp(lo, hi)
-    return straight_through(count, level.clamp(lo, hi)) * scale
+    clipped = level.clamp(lo, hi)
+    return straight_through(count, clipped + LEAK * (level - clipped)) * scale
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -158,19 +160,20 @@ def ptsoftmax(z: Tensor, mask: Tensor | None = None, fraction_bits: int = 16, ro
     `rounding="log"` is what the lemma's bound needs; "value" (threshold 1.5·2^m) is the published code's.
     Backward: straight through to the base-2 softmax that PTsoftmax stands for.
     """
-    return straight_through(_power_of_two_softmax(z.detach(), mask, fraction_bits, rounding), base2_softmax(z, mask))
+    return straight_through(power_of_two_softmax(z.detach(), mask, fraction_bits, rounding), base2_softmax(z, mask))
 
 
 def base2_softmax(z: Tensor, mask: Tensor | None = None) -> Tensor:
     """F_2(z_i) = 2^{z_i} / Σ_j 2^{z_j} over the positions that count."""
     z = z.float() * LN2
-    return F.softmax(z if mask is None else z.masked_fill(~mask, -(2.0**30)), dim=-1)
+    return F.softmax(z if mask is None else z.masked_fill(~mask, MASKED), dim=-1)
 
 
-def _power_of_two_softmax(z: Tensor, mask: Tensor | None, fraction_bits: int, rounding: str) -> Tensor:
+def power_of_two_softmax(z: Tensor, mask: Tensor | None, fraction_bits: int, rounding: str) -> Tensor:
+    """The forward pass of PTsoftmax."""
     ceiled = torch.ceil(z.float())
     if mask is not None:
-        ceiled = ceiled.masked_fill(~mask, -(2.0**30))
+        ceiled = ceiled.masked_fill(~mask, MASKED)
     shifted = ceiled - ceiled.amax(dim=-1, keepdim=True)
     keep = shifted >= -fraction_bits
     if mask is not None:
@@ -259,9 +262,10 @@ class _PowerNorm(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x_norm, psi, weight = ctx.saved_tensors
-        corrected = grad - ctx.nu * x_norm
+        corrected = (grad - ctx.nu * x_norm) * (weight > 0)  # padding neither gives nor takes
         owed = sum_over_processes((corrected * x_norm * weight).flatten(0, -2).sum(dim=0))  # Λ − ν Γ
         gamma = sum_over_processes((x_norm.square() * weight).flatten(0, -2).sum(dim=0))
+        owed = torch.where(torch.isfinite(owed), owed, 0.0)  # one overflow must not stay in ν for ever
         ctx.nu.add_(owed, alpha=1.0 - ctx.momentum)
         ctx.square.lerp_(psi.square() * gamma, 1.0 - ctx.momentum)
         return corrected / psi, None, None, None, None
@@ -290,7 +294,8 @@ def sum_over_processes(x: Tensor) -> Tensor:
     """The sum of x over all processes that train together; x itself where there is one."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return x
-    return funcol.all_reduce(x, "sum", dist.group.WORLD)
+    group: Any = dist.group.WORLD
+    return funcol.all_reduce(x, "sum", group)
 
 
 def merge_threshold(
@@ -301,9 +306,14 @@ def merge_threshold(
     ⌊(g X̂ + β − β_SN)/α + ½⌋ = ⌊(±X̂ + b)/|θ| + ½⌋ with θ = α/g, whose sign is the sign of X̂, and b = (β − β_SN)·|θ|/α.
     """
     gain, bias, scale, shift = (t.detach().double() for t in (gain, bias, scale, shift))
-    size = torch.round(scale * 2.0**fraction_bits / gain.abs().clamp_min(1e-30)).clamp(1, MAX_THRESHOLD)
+    size = torch.round(scale * 2.0**fraction_bits / gain.abs().clamp_min(1e-30)).clamp(1, max_threshold(fraction_bits))
     offset = torch.round((bias - shift) / scale * size).clamp(-MAX_OFFSET, MAX_OFFSET)
     return torch.where(gain < 0, -size, size).float(), offset.float()
+
+
+def max_threshold(fraction_bits: int) -> int:
+    """Where |θ| ends: a channel of gain below α/16 (F ≤ 10: α/64) hears X̂ no fainter than that."""
+    return 2 ** (min(fraction_bits, 10) + 6)
 
 
 def merged_count(x_hat: Tensor, threshold: Tensor, offset: Tensor, fraction_bits: int, lo: int, hi: int) -> Tensor:

@@ -28,7 +28,8 @@ def _initial_log2_scale(weight: Tensor) -> Tensor:
 class BinaryLinear(nn.Linear):
     """y = s · α · (B c) + b with B = sign(W − mean W), s = 2^⟦ℓ⟧ and b on the grid s·α of the product.
 
-    With `weight_bits=32`, or behind an activation that is not quantised, an ordinary linear layer (same weights).
+    With `weight_bits=32` an ordinary linear layer. Behind an activation that is not quantised W stays binary and b
+    is left as it is.
     """
 
     def __init__(self, in_features: int, out_features: int, weight_bits: int = 1, rounding: str = "log"):
@@ -165,10 +166,12 @@ class SpikingSoftmax(nn.Module):
             probs = F.softmax(z.masked_fill(~mask, torch.finfo(z.dtype).min), dim=-1)
             return self.neuron(Dyadic(probs)), probs
         z = scores * 2.0**self.log2_factor
-        probs = S.ptsoftmax(z, mask, self.fraction_bits, self.rounding)
+        hard = S.power_of_two_softmax(z.detach(), mask, self.fraction_bits, self.rounding)
+        soft = S.base2_softmax(z, mask)
+        probs = S.straight_through(hard, soft)  # PTsoftmax(z)
         if self.neuron.num_steps is None:
             return Dyadic(probs), probs
-        return self.neuron(Dyadic(S.base2_softmax(z, mask)), lambda: self.neuron.count(probs.detach())), probs
+        return self.neuron(Dyadic(soft), lambda: self.neuron.count(hard)), probs
 
     def extra_repr(self) -> str:
         return self.kind
@@ -187,11 +190,13 @@ class SpikingNorm(nn.Module):
     def __init__(
         self, dim: int, neuron: SpikeNeuron, norm_type: str = "bspn", groups: int = 1, fraction_bits: int = 8,
         momentum: float = 0.9, eps: float = 1e-12, shift_rounding: str = "floor", scale_rounding: str = "log",
+        group_gradient: str = "shift",
     ):  # fmt: skip
         super().__init__()
         self.norm_type, self.groups, self.fraction_bits = norm_type, groups, fraction_bits
         self.momentum, self.eps = momentum, eps
         self.shift_rounding, self.scale_rounding = shift_rounding, scale_rounding
+        self.group_gradient = group_gradient
         self.weight = nn.Parameter(torch.ones(dim))
         self.bias = nn.Parameter(torch.zeros(dim))
         self.neuron = neuron
@@ -208,7 +213,8 @@ class SpikingNorm(nn.Module):
         return S.root_mean_square(self.running_square)
 
     def shift_groups(self, x: Tensor) -> Tensor:
-        return S.group_shift(x, self.groups, self.fraction_bits, self.shift_rounding)
+        through_scale = self.group_gradient == "scale"
+        return S.group_shift(x, self.groups, self.fraction_bits, self.shift_rounding, through_scale)
 
     def forward(self, x: Tensor, token_weight: Tensor | None = None) -> Dyadic:
         if self.norm_type == "layernorm":

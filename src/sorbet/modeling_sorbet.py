@@ -3,11 +3,12 @@
     embeddings ─ norm ─ SN ─┬─ Q, K, V ─ SN ─ softmax ─ SN ─ context ─ SN ─ linear ─┬─ norm ─ SN ─┬─ FFN ─┬─ norm ─ SN
                             └─────────────────── the same spikes ───────────────────┘             └───────┘
 
-With every switch of the configuration off (M0) this is transformers' own BERT.
+At stage M0, every switch of the configuration off, this is transformers' own BERT.
 """
 
 import os
 import re
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -57,6 +58,7 @@ def _norm(config: SorbetConfig) -> SpikingNorm:
         eps=config.layer_norm_eps,
         shift_rounding=config.shift_rounding,
         scale_rounding=config.scale_rounding,
+        group_gradient=config.group_gradient,
     )
 
 
@@ -237,19 +239,16 @@ class SorbetModel(SorbetPreTrainedModel):
                 f"the input has {length} tokens, the model {self.config.max_position_embeddings} positions: "
                 "truncate it (tokenizer(..., truncation=True))"
             )
-        if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
-            low, high = int(input_ids.min()), int(input_ids.max())
-            if low < 0 or high >= self.config.vocab_size:
-                raise SorbetError(
-                    f"input_ids holds {low if low < 0 else high}: it must lie in 0 … {self.config.vocab_size - 1} "
-                    "(does the tokenizer belong to this model?)"
-                )
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(input_ids)
         if position_ids is None:
             position_ids = torch.arange(length, device=input_ids.device).unsqueeze(0)
+        if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            _require_range("input_ids", input_ids, self.config.vocab_size)
+            _require_range("token_type_ids", token_type_ids, self.config.type_vocab_size)
+            _require_range("position_ids", position_ids, self.config.max_position_embeddings)
         valid = attention_mask.bool()
         token_weight = valid_token_weight(valid.unsqueeze(-1).float(), valid) if self.training else None
         mask = valid[:, None, None, :]
@@ -280,6 +279,17 @@ class SorbetModel(SorbetPreTrainedModel):
             pooler_output=pooled.value,
             hidden_states=tuple(states) if output_hidden_states or self.config.output_hidden_states else None,
             attentions=tuple(attentions) if output_attentions or self.config.output_attentions else None,
+        )
+
+
+def _require_range(name: str, ids: Tensor, size: int) -> None:
+    if ids.numel() == 0:
+        raise SorbetError(f"{name} has shape {tuple(ids.shape)}: it holds nothing")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= size:
+        raise SorbetError(
+            f"{name} holds {low if low < 0 else high}: it must lie in 0 … {size - 1} "
+            "(does the tokenizer belong to this model?)"
         )
 
 
@@ -340,6 +350,9 @@ class SorbetForSequenceClassification(SorbetPreTrainedModel):
         """
         if stage not in STAGES:
             raise SorbetError(f"stage is {stage!r}: it must be one of {', '.join(STAGES)}")
+        unknown = sorted(set(overrides) - set(SorbetConfig.__annotations__) - {"num_labels", "id2label", "label2id"})
+        if unknown:
+            raise SorbetError(f"{unknown[0]!r} is no option of SorbetConfig")
         model = source if isinstance(source, PreTrainedModel) else _load_source(source)
         config = _sorbet_config(model.config, STAGES[stage] | overrides)
         sorbet = cls(config)
@@ -354,14 +367,36 @@ class SorbetForSequenceClassification(SorbetPreTrainedModel):
             )
         taken = {n: v for n, v in state.items() if n in own and own[n].shape == v.shape}
         sorbet.load_state_dict(taken, strict=False)
+        learned = ("embeddings.weight", "query.weight", "intermediate.weight", "output.weight", "dense.weight")
+        missing = [name for name in own if name.endswith(learned) and name not in taken]
+        if missing:
+            warnings.warn(
+                f"{len(missing)} weights are not in the checkpoint and start at random: {', '.join(missing[:3])}"
+                f"{', …' * (len(missing) > 3)}",
+                stacklevel=2,
+            )
         with torch.no_grad():
             for name, module in sorbet.named_modules():
                 if isinstance(module, BinaryLinear) and module.weight_bits == 1 and f"{name}.log2_scale" not in taken:
                     module.log2_scale.copy_(_initial_log2_scale(module.weight))
-        new = {name.rpartition(".")[0] for name in own if name not in taken}
+        new = {name.rpartition(".")[0] for name in own if name not in taken} | _changed_modules(sorbet, model.config)
         calibrate(sorbet, random_batch(config) if calibration is None else calibration, new)
         nn.Module.to(sorbet, model.device)
         return sorbet
+
+
+def _changed_modules(sorbet: SorbetForSequenceClassification, before: Any) -> set[str]:
+    """Modules whose scales were learned under options that are others now: they have to be calibrated again."""
+
+    def changed(*options: str) -> bool:
+        return any(getattr(before, name, None) != getattr(sorbet.config, name) for name in options)
+
+    if before.model_type != "sorbet":
+        return set()
+    neurons = changed("activation_bits", "encoding", "hidden_act", "pooler_act")
+    norms = changed("norm_type", "norm_groups")
+    kinds = (SpikeNeuron,) * neurons + (SpikingNorm,) * norms
+    return {name for name, module in sorbet.named_modules() if isinstance(module, kinds)}
 
 
 # BERT's names on the left, Sorbet's on the right.
@@ -398,25 +433,33 @@ def load_sorbet(path: "str | os.PathLike[str]") -> SorbetForSequenceClassificati
             f"{path} is a {kind!r} checkpoint, not a Sorbet: make one of it first "
             "(SorbetForSequenceClassification.from_bert)"
         )
-    return SorbetForSequenceClassification.from_pretrained(path)
+    return _load(path, SorbetForSequenceClassification)
 
 
 def _source_config(path: "str | os.PathLike[str]") -> Any:
+    return _load(path, AutoConfig)
+
+
+def _load(path: "str | os.PathLike[str]", kind: Any) -> Any:
+    """kind.from_pretrained(path), or what is wrong with the folder: the libraries raise a dozen kinds of errors."""
     try:
-        return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise SorbetError(f"{path}: no model to load here ({str(error).splitlines()[0]})") from error
+        return kind.from_pretrained(path)
+    except SorbetError:
+        raise
+    except Exception as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise SorbetError(f"{path}: no model to load here ({reason.strip()[:200]})") from error
 
 
 def _load_source(path: "str | os.PathLike[str]") -> PreTrainedModel:
     config = _source_config(path)
     if config.model_type == "sorbet":
-        return SorbetForSequenceClassification.from_pretrained(path)
+        return _load(path, SorbetForSequenceClassification)
     if config.model_type != "bert":
         raise SorbetError(f"{path} is a {config.model_type!r} checkpoint: Sorbet is made from a BERT (or a Sorbet)")
     if any("SequenceClassification" in name for name in config.architectures or []):
-        return AutoModelForSequenceClassification.from_pretrained(path)
-    return BertModel.from_pretrained(path)
+        return _load(path, AutoModelForSequenceClassification)
+    return _load(path, BertModel)
 
 
 def _sorbet_config(source: Any, settings: dict[str, Any]) -> SorbetConfig:
@@ -431,7 +474,8 @@ def _sorbet_config(source: Any, settings: dict[str, Any]) -> SorbetConfig:
         kept["pooler_act"] = "tanh"
     kept |= settings
     if "num_labels" in settings and settings["num_labels"] != len(kept["id2label"]):
-        kept.pop("id2label"), kept.pop("label2id")
+        for name in ("id2label", "label2id", "problem_type"):  # those of another task
+            kept.pop(name)
     if kept["hidden_act"] not in ("relu", "gelu"):
         raise SorbetError(f"hidden_act is {kept['hidden_act']!r}: at stage M0 Sorbet knows 'gelu' and 'relu'")
     return SorbetConfig(**kept)

@@ -5,7 +5,9 @@ import gzip
 import io
 import json
 import warnings
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,14 +41,10 @@ class TextEncoder:
         if tokenizer is None:
             raise SorbetError("this model carries no tokenizer: give it token ids, or convert it again with one")
         self.max_positions = max_positions
-        try:
-            self._tokenizer = Tokenizer.from_str(tokenizer)
+        with _no_panic("the tokenizer cannot be used"):
+            self._tokenizer = Tokenizer.from_str(harmless(tokenizer))
             self._tokenizer.no_padding()
             self._tokenizer.enable_truncation(max_positions)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # the tokenizers library may panic, which is no Exception
-            raise ArtifactError(f"the tokenizer cannot be used ({str(error)[:120]})") from None
 
     def ids(self, text: Text) -> tuple[list[int], list[int]]:
         """Token ids and token types of one text or pair."""
@@ -54,7 +52,8 @@ class TextEncoder:
         if not isinstance(parts, tuple | list) or len(parts) > 2 or not all(isinstance(part, str) for part in parts):
             raise SorbetError(f"a text is {text!r}: it must be a string, or a pair of strings")
         first, second = (*parts, None)[:2]
-        encoding = self._tokenizer.encode(first, second)
+        with _no_panic(f"the tokenizer fails on {ascii(text)[:60]}"):
+            encoding = self._tokenizer.encode(first, second)
         if encoding.overflowing:
             lost = sum(len(part.ids) for part in encoding.overflowing)
             warnings.warn(
@@ -67,6 +66,48 @@ class TextEncoder:
 
     def __call__(self, texts: Sequence[Text]) -> Batch:
         return pad([self.ids(text) for text in texts])
+
+
+@contextmanager
+def _no_panic(what: str) -> Iterator[None]:
+    """The tokenizers library may panic, which is no Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ArtifactError(f"{what} ({str(error)[:120]})") from None
+
+
+# Parts of a tokenizer that take time and memory in proportion to their text; regular expressions and replacements
+# need not.
+HARMLESS = {
+    "normalizer": {"BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Strip", "StripAccents"},
+    "pre_tokenizer": {"BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "Metaspace", "Punctuation",
+                      "UnicodeScripts", "Whitespace", "WhitespaceSplit"},
+    "post_processor": {"BertProcessing", "ByteLevel", "RobertaProcessing", "TemplateProcessing"},
+    "model": {"BPE", "Unigram", "WordLevel", "WordPiece"},
+}  # fmt: skip
+
+
+def harmless(text: str) -> str:
+    """The tokenizer's JSON without padding, truncation and decoder; an error where a part may run away."""
+    content = json.loads(text)
+    for name, allowed in HARMLESS.items():
+        queue = [content.get(name)]
+        while queue:
+            part = queue.pop()
+            if part is None:
+                continue
+            kind = part.get("type")
+            if kind == "Sequence":
+                queue += next(value for value in part.values() if isinstance(value, list))
+            elif kind not in allowed:
+                raise ValueError(f"a {name} of type {kind!r} is none of {', '.join(sorted(allowed))}")
+            if len(queue) > 100 or part.get("max_input_chars_per_word", 0) > 1000:
+                raise ValueError(f"its {name} is out of all proportion")
+    content["padding"] = content["truncation"] = content["decoder"] = None
+    return json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
 def pad(rows: Sequence[tuple[list[int], list[int]]], length: int | None = None) -> Batch:
@@ -90,9 +131,10 @@ def tokenizer_json(tokenizer: Any, vocab_size: int) -> str:
         raise ConversionError(
             f"the tokenizer gives ids up to {largest}, the model knows {vocab_size}: they do not match"
         )
-    content = json.loads(backend.to_str())
-    content["padding"] = content["truncation"] = None
-    return json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    try:
+        return harmless(backend.to_str())
+    except ValueError as error:
+        raise ConversionError(f"the tokenizer cannot go into an artefact: {error}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,7 +186,7 @@ def read_text(path: str | Path) -> str:
         data = path.read_bytes()
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
-    except (OSError, EOFError, gzip.BadGzipFile) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     try:
         text = data.decode("utf-8-sig")

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .artifact import Artifact
-from .errors import SorbetError
+from .errors import ConversionError, SorbetError
 from .reference import Reference
 from .spiking import SpikingSorbet, spike_count
 from .text import Batch, Text, TextEncoder, pad
@@ -27,12 +27,15 @@ class Difference:
 
     example: int
     layer: str
+    head: int | None  # of attention probabilities, whose channel is the token attended to
     token: int | None
     channel: int | None
     values: dict[str, float]
 
     def __str__(self) -> str:
         place = f"example {self.example}, {self.layer}"
+        if self.head is not None:
+            place += f", head {self.head}"
         if self.token is not None:
             place += f", token {self.token}"
         if self.channel is not None:
@@ -134,6 +137,7 @@ def pytorch_backend(artifact: Artifact, checkpoint: str | Path) -> Backend:
         import torch
         from transformers.utils import logging as transformers_logging
 
+        from .conversion import convert
         from .modeling_sorbet import load_sorbet
         from .tracing import trace_model
     except ImportError as error:
@@ -141,16 +145,14 @@ def pytorch_backend(artifact: Artifact, checkpoint: str | Path) -> Backend:
             f"--checkpoint needs PyTorch, and {error.name} is not installed: pip install 'sorbet-snn[train]'"
         ) from None
     transformers_logging.disable_progress_bar()
-    model = load_sorbet(checkpoint)
-    config, shape = model.config, artifact.shape
-    for name, theirs, ours in (
-        ("hidden size", config.hidden_size, shape.hidden_size),
-        ("number of layers", config.num_hidden_layers, shape.num_layers),
-        ("vocabulary", config.vocab_size, shape.vocab_size),
-        ("number of labels", config.num_labels, shape.num_labels),
-    ):
-        if theirs != ours:
-            raise SorbetError(f"{checkpoint}: its {name} is {theirs}, the artefact's {ours}: not the same model")
+    model = load_sorbet(checkpoint).float()
+    try:
+        theirs = asdict(convert(model).shape)
+    except ConversionError as error:
+        raise SorbetError(f"{checkpoint}: {error}") from None
+    for name, ours in asdict(artifact.shape).items():
+        if theirs[name] != ours:
+            raise SorbetError(f"{checkpoint}: its {name} is {theirs[name]}, the artefact's {ours}: not the same model")
     torch.set_num_threads(1)
     lock = Lock()  # the hooks that record a trace sit on the one model
 
@@ -173,10 +175,9 @@ def first_difference(traces: dict[str, Trace], row: int, length: int, example: i
             if np.array_equal(ours, theirs):
                 continue
             where = tuple(int(i) for i in np.argwhere(ours != theirs)[0])
-            token, channel = (where[-2] if len(where) > 1 else None), where[-1]
-            return Difference(
-                example, layer, token, channel, {base: float(ours[where]), name: float(theirs[where])}
-            )  # fmt: skip
+            head, token, channel = (None, None, None, *where)[-3:]
+            values = {base: float(ours[where]), name: float(theirs[where])}
+            return Difference(example, layer, head, token, channel, values)
     return None
 
 

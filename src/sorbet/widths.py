@@ -14,6 +14,7 @@ from .errors import SorbetError
 
 FLOAT32 = 24  # bits of magnitude that a float32 holds exactly
 INT32 = 31
+SIMULATION = 62  # the spike simulation computes in 64 bits
 THRESHOLD = 22  # BSPN's neuron adds halves and quarters to its input
 
 
@@ -54,7 +55,7 @@ def require_exact(artifact: Artifact, error: type[SorbetError] = SorbetError) ->
 
 def accumulator_widths(artifact: Artifact) -> list[Width]:
     shape = artifact.shape
-    hidden = shape.counts()
+    hidden, steps = shape.counts(), shape.num_steps
     positive, level = shape.counts("unsigned"), shape.counts("offset")
     emb = artifact.embeddings
     widths = []
@@ -67,26 +68,28 @@ def accumulator_widths(artifact: Artifact) -> list[Width]:
         path = f"layers.{i}"
         for name in ("query", "key", "value"):
             part = getattr(layer, name)
-            widths += _neuron(f"{path}.{name}", _linear(part.bits, shape.hidden_size, hidden), part.offset, part.shift)
+            widths += _neuron(
+                f"{path}.{name}", _linear(part.bits, shape.hidden_size, hidden), part.offset, part.shift, steps
+            )
         products = [a * b for a in hidden for b in level]
         score = (shape.head_dim * min(*products, 0), shape.head_dim * max(*products, 0))
         widths += [Width(f"{path}.scores", *score, FLOAT32)]
-        shift = max(layer.score_exponent, 0)
+        shift = max(layer.score_exponent, 0)  # a negative exponent shifts right
         widths += [Width(f"{path}.scores.ceiled", score[0] << shift, score[1] << shift, INT32)]
         total = shape.max_positions << shape.softmax_fraction_bits
         widths += [Width(f"{path}.softmax.sum", 0, total, INT32)]
         reach = shape.max_positions * positive[1]
         context = np.array([reach * level[0]]), np.array([reach * level[1]])
-        widths += _neuron(f"{path}.context", context, layer.context.offset, layer.context.shift)
+        widths += _neuron(f"{path}.context", context, layer.context.offset, layer.context.shift, steps)
         widths += _residual(f"{path}.attention_output", artifact, layer.attention_output, shape.hidden_size, hidden)
         part = layer.intermediate
         acc = _linear(part.bits, shape.hidden_size, hidden)
-        widths += _neuron(f"{path}.intermediate", acc, part.offset, part.shift)
+        widths += _neuron(f"{path}.intermediate", acc, part.offset, part.shift, steps)
         widths += _residual(f"{path}.output", artifact, layer.output, shape.intermediate_size, positive)
 
     pooler = artifact.pooler
     acc = _linear(pooler.bits, shape.hidden_size, hidden)
-    widths += _neuron("pooler", acc, pooler.offset, pooler.shift)
+    widths += _neuron("pooler", acc, pooler.offset, pooler.shift, steps)
     weight, bias = artifact.classifier.weight.astype(np.int64), artifact.classifier.bias.astype(np.int64)
     lo, hi = shape.counts(shape.pooler_encoding)
     low = (np.minimum(weight * lo, weight * hi)).sum(axis=1) + np.minimum(bias, 0)
@@ -108,7 +111,9 @@ def _linear(bits: np.ndarray, inputs: int, counts: tuple[int, int]) -> tuple[np.
     return lo * plus - hi * minus, hi * plus - lo * minus
 
 
-def _neuron(name: str, acc: tuple[np.ndarray, np.ndarray], offset: np.ndarray, shift: int) -> list[Width]:
+def _neuron(
+    name: str, acc: tuple[np.ndarray, np.ndarray], offset: np.ndarray, shift: int, num_steps: int
+) -> list[Width]:
     low, high = acc[0] + np.minimum(offset, 0), acc[1] + np.maximum(offset, 0)
     widths = [Width(name, int(low.min()), int(high.max()), FLOAT32)]
     if shift > 0:
@@ -116,7 +121,13 @@ def _neuron(name: str, acc: tuple[np.ndarray, np.ndarray], offset: np.ndarray, s
         widths += [Width(f"{name}.membrane", int(low.min()) + half, int(high.max()) + half, INT32)]
     elif shift < 0:
         widths += [Width(f"{name}.membrane", int(low.min()) << -shift, int(high.max()) << -shift, INT32)]
-    return widths
+    return [*widths, _spiking(name, widths[-1], num_steps)]
+
+
+def _spiking(name: str, membrane: Width, num_steps: int) -> Width:
+    """An ASG neuron's membrane has log2 T fraction bits; it sinks as far as T times the average, and no further."""
+    fraction = num_steps.bit_length() - 1
+    return Width(f"{name}.asg", membrane.low << fraction, membrane.high << fraction, SIMULATION)
 
 
 def _norm(name: str, artifact: Artifact, norm: Norm, largest: int) -> list[Width]:
@@ -124,10 +135,8 @@ def _norm(name: str, artifact: Artifact, norm: Norm, largest: int) -> list[Width
     n = shape.hidden_size // shape.norm_groups
     scaled = (n << shape.norm_fraction_bits) + 1  # |X̂| ≤ n, as Σ|X| ≤ n 2^k
     reach = scaled + int(np.abs(norm.offset.astype(np.int64)).max()) + int(np.abs(norm.threshold).max())
-    return [
-        Width(f"{name}.sum", 0, n * largest, INT32),
-        Width(f"{name}.membrane", -reach, reach, THRESHOLD),
-    ]
+    membrane = Width(f"{name}.membrane", -reach, reach, THRESHOLD)
+    return [Width(f"{name}.sum", 0, n * largest, INT32), membrane, _spiking(name, membrane, shape.num_steps)]
 
 
 def _residual(

@@ -1,7 +1,7 @@
 """L = L_logits + L_reps (section 4.4 of the paper): every term a mean over examples, so that batches can be split.
 
-    L_logits = KL(p, q)                  p, q: the distributions of teacher and student
-    L_reps   = Σ_i ‖r_i^s − r_i^t‖²      r_i: the output of block i, averaged over the example's tokens and channels
+L_logits = KL(p, q)                  p, q: the distributions of teacher and student
+L_reps   = Σ_i ‖r_i^s − r_i^t‖²      r_i: the output of block i, averaged over the example's tokens and channels
 """
 
 from collections.abc import Sequence

@@ -43,7 +43,7 @@ class Task:
 
 
 NLI = ("entailment", "neutral", "contradiction")  # the hub's order; the TSV files spell the names
-PAIR = ("sentence1", "sentence2")
+PAIR, QUESTIONS = ("sentence1", "sentence2"), ("question1", "question2")
 GLUE: dict[str, Task] = {
     task.name: task
     for task in (
@@ -51,7 +51,7 @@ GLUE: dict[str, Task] = {
         Task("sst2", ("sentence",), "label", ("negative", "positive"), ("accuracy",), "SST-2"),
         Task("mrpc", PAIR, "label", ("not_equivalent", "equivalent"), ("accuracy", "f1"), "MRPC"),
         Task("stsb", PAIR, "score", (), ("spearman", "pearson"), "STS-B"),
-        Task("qqp", ("question1", "question2"), "is_duplicate", ("not_duplicate", "duplicate"), ("accuracy", "f1"), "QQP"),
+        Task("qqp", QUESTIONS, "is_duplicate", ("not_duplicate", "duplicate"), ("accuracy", "f1"), "QQP"),
         Task("mnli", PAIR, "gold_label", NLI, ("accuracy",), "MNLI", ("dev_matched", "dev_mismatched")),
         Task("qnli", ("question", "sentence"), "label", ("entailment", "not_entailment"), ("accuracy",), "QNLI"),
         Task("rte", PAIR, "label", ("entailment", "not_entailment"), ("accuracy",), "RTE"),
@@ -210,7 +210,9 @@ def load_files(
         examples, held_out = split(examples, holdout or 0.1, seed)
         source = f"{Path(train).name}, {holdout or 0.1:g} of it held out (seed {seed})"
         return TaskData(task, examples, {"holdout": held_out}, source)
-    return TaskData(task, examples, {"dev": read_examples(task, read_table(dev))}, f"{Path(train).name}, {Path(dev).name}")
+    return TaskData(
+        task, examples, {"dev": read_examples(task, read_table(dev))}, f"{Path(train).name}, {Path(dev).name}"
+    )
 
 
 def _label_names(table: Table, raw: list[str]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 from transformers import Trainer
 
+from ..modeling_sorbet import SorbetPreTrainedModel
 from ..text import Text
 from .losses import attention_loss, logits_loss, representation_loss
 from .recipe import Step
@@ -72,7 +73,7 @@ class DistillationTrainer(Trainer):
         self.step = step
         self.teacher = None if teacher is None else prepare_teacher(teacher, self)
 
-    def compute_loss(  # type: ignore[override]
+    def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         if self.teacher is None or not model.training:
@@ -87,7 +88,8 @@ class DistillationTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            groups = parameter_groups(self.model, self.step)
+            trained: Any = self.model
+            groups = parameter_groups(trained, self.step)
             self.optimizer = AdamW(groups, lr=self.step.learning_rate, betas=(0.9, 0.999), eps=1e-8)
         return self.optimizer
 
@@ -96,6 +98,7 @@ class DistillationTrainer(Trainer):
     ) -> torch.optim.lr_scheduler.LRScheduler:
         if self.lr_scheduler is None:
             optimizer = self.optimizer if optimizer is None else optimizer
+            assert optimizer is not None
             lambdas = [
                 schedule(num_training_steps, self.step.warmup, self.step.frozen_scales if group["scales"] else 0.0)
                 for group in optimizer.param_groups
@@ -120,7 +123,7 @@ def distillation_loss(student: Any, teacher: Any, mask: Tensor, step: Step) -> T
 def prepare_teacher(teacher: nn.Module, trainer: Trainer) -> nn.Module:
     """In evaluation mode (no dropout), without gradients, on the trainer's device; compiled if the student is."""
     teacher.eval().requires_grad_(False)
-    if hasattr(teacher, "exact_evaluation"):
+    if isinstance(teacher, SorbetPreTrainedModel):
         teacher.exact_evaluation = False  # what it says may be rounded to bfloat16, as the student's training is
     nn.Module.to(teacher, trainer.args.device)
     return torch.compile(teacher) if trainer.args.torch_compile else teacher  # type: ignore[return-value]
@@ -171,5 +174,5 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 
 def logits_of(trainer: Trainer, dataset: Dataset) -> np.ndarray:
-    predictions = trainer.predict(dataset).predictions  # type: ignore[arg-type]
+    predictions = trainer.predict(dataset).predictions
     return np.asarray(predictions[0] if isinstance(predictions, tuple) else predictions)
