@@ -247,6 +247,22 @@ def test_power_norm_backward_is_the_papers():
     torch.testing.assert_close(square, 0.9 * psi.square() + 0.1 * (x.detach() ** 2)[mask].mean(dim=0))
 
 
+@pytest.mark.parametrize("double_dagger", [False, True])
+def test_bspn_by_hand(double_dagger):
+    """Two groups of two: S = 3 → k = 2; S = 0.5 → k = −1."""
+    x = torch.tensor([[4.0, -2.0, 0.75, 0.25]])
+    gamma, beta = torch.tensor([3.0, 3.0, -3.0, 1.0]), torch.tensor([0.0, 1.0, 0.0, 0.0])
+    square, nu = torch.tensor([1.0, 4.0, 1.0, 1.0]), torch.zeros(4)
+    y, x_hat = S.bspn(x, gamma, beta, square, nu, groups=2, power_of_two_gain=double_dagger)
+    assert x_hat.tolist() == [[1.0, -0.5, 1.5, 0.5]]
+    gain = [4.0, 2.0, -4.0, 1.0] if double_dagger else [3.0, 1.5, -3.0, 1.0]
+    assert y.tolist() == [[g * v + b for g, v, b in zip(gain, x_hat[0].tolist(), beta.tolist(), strict=True)]]
+    for token_weight in (None, S.valid_token_weight(x, None)):
+        leaf = gamma.clone().requires_grad_()
+        S.bspn(x.clone().requires_grad_(), leaf, beta, square, nu, 2, token_weight=token_weight)[0].sum().backward()
+        assert (leaf.grad != 0).all()
+
+
 def test_an_overflow_does_not_stay_in_nu():
     x, square, nu = torch.ones(1, 2, 2, requires_grad=True), torch.ones(2), torch.zeros(2)
     S.power_norm(x, square, nu, S.valid_token_weight(x, None), 0.9).backward(

@@ -46,7 +46,7 @@ def _hooked(model: nn.Module, valid: Tensor, names: set[str] | None) -> Iterator
     def fit_norm(norm: SpikingNorm, args: tuple[Tensor, ...]) -> None:
         x = args[0][valid.to(args[0].device)]  # [tokens, d]
         target = F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps).double()
-        x_hat = norm.shift_groups(x).double()
+        x_hat = norm.bspn(x)[1].double()
         centred = x_hat - x_hat.mean(dim=0)
         gain = (centred * target).sum(dim=0) / centred.square().sum(dim=0).clamp_min(1e-9)
         norm.running_square.copy_(x_hat.square().mean(dim=0).clamp_min(1e-6))

@@ -112,9 +112,7 @@ def convert(
         from .conversion import convert as run
         from .modeling_sorbet import load_sorbet
     except ImportError as error:
-        raise SorbetError(
-            f"converting needs PyTorch, and {error.name} is not installed: pip install 'sorbet-snn[train]'"
-        ) from None
+        raise _needs_train("converting", error) from None
     transformers_logging.disable_progress_bar()
     model = load_sorbet(checkpoint)
     try:
@@ -129,6 +127,91 @@ def convert(
     except OSError as error:
         raise SorbetError(f"{target}: cannot be written ({error.strerror})") from None
     out.print(f"{target}: {target.stat().st_size / 1e6:.2f} MB, exact", highlight=False)
+
+
+@app.command()
+def distill(
+    out_folder: Annotated[Path | None, typer.Option("--out", help="Folder of the run.")] = None,
+    teacher: Annotated[
+        str | None, typer.Option(help="A BERT: folder or hub id; fine-tuned first if it has no head.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="A GLUE task: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte.")] = None,
+    data: Annotated[str, typer.Option(help="Folder of GLUE files, or a dataset of the hub.")] = "nyu-mll/glue",
+    train: Annotated[Path | None, typer.Option(help="Your own data instead: CSV, TSV or JSONL.")] = None,
+    dev: Annotated[Path | None, typer.Option(help="Its dev set; without one a tenth of the rows is held out.")] = None,
+    text: Annotated[list[str] | None, typer.Option(help="Text column; twice for pairs.")] = None,
+    label: Annotated[str | None, typer.Option(help="Label column.")] = None,
+    regression: Annotated[bool, typer.Option("--regression", help="Labels are numbers to predict.")] = False,
+    holdout: Annotated[float | None, typer.Option(help="Share of the training rows to hold out as dev set.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="A YAML file, or the name of a shipped recipe.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Change the recipe: M3.epochs=4, seed=1, …")
+    ] = None,
+    stages: Annotated[str, typer.Option(help="The stages, in order; straight to M3 with 'M3'.")] = "M1,M2,M3",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run and how long, and stop.")] = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="The whole chain on made-up data, in a minute or two.")
+    ] = False,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Mixed precision in training.")] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="torch.compile, with one length for all batches.")
+    ] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Leave a GPU alone.")] = False,
+    accumulate: Annotated[int, typer.Option(min=1, help="Split each batch into that many.")] = 1,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard logs.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bars.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """BERT to Sorbet: fine-tune, M1, M2, M3, convert, verify, evaluate (Algorithm 4)."""
+    try:
+        from .distillation.command import Settings, distill_command
+    except ImportError as error:
+        raise _needs_train("distilling", error) from None
+    chosen = Settings(
+        out=out_folder, teacher=teacher, task=task, data=data, train=train, dev=dev, text=tuple(text or ()),
+        label=label, regression=regression, holdout=holdout, recipe=recipe, changes=tuple(settings or ()),
+        stages=tuple(stages.split(",")), resume=resume, dry_run=dry_run, smoke=smoke, bf16=bf16, compile=compiled,
+        cpu=cpu, accumulation=accumulate, tensorboard=tensorboard, quiet=quiet or as_json,
+    )  # fmt: skip
+    results = distill_command(chosen, err if as_json else out)
+    if as_json:
+        _print_json(results)
+
+
+@app.command()
+def evaluate(
+    model: ModelPath,
+    data: Annotated[Path, typer.Option(help="Folder of GLUE files, or a labelled file.", show_default=False)],
+    task: Annotated[
+        str | None, typer.Option(help="A GLUE task; without one the file's labels are the model's.")
+    ] = None,
+    text: Annotated[list[str] | None, typer.Option(help="Text column; twice for pairs.")] = None,
+    label: Annotated[str | None, typer.Option(help="Label column.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Scores, spike rate and energy of a model on labelled text."""
+    from .artifact import Artifact
+    from .distillation.tasks import labelled
+    from .evaluation import evaluate as run
+
+    artifact = Artifact.load(model)
+    question, examples = labelled(artifact, data, task, tuple(text or ()), label)
+    with _progress("evaluating", len(examples), hidden=as_json) as advance:
+        found = run(artifact, question, examples, advance)
+    if as_json:
+        _print_json(found.to_json())
+        return
+    scores = ", ".join(f"{name} {value:.4f}" for name, value in found.scores.items())
+    out.print(
+        f"{scores} on {found.examples} examples\nspike rate {found.spike_rate:.4f}, "
+        f"{found.millijoules:.4f} mJ a text by the paper's formula (the same BERT: {found.bert_millijoules:.3f} mJ)",
+        highlight=False,
+    )
+
+
+def _needs_train(what: str, error: ImportError) -> SorbetError:
+    return SorbetError(f"{what} needs PyTorch, and {error.name} is not installed: pip install 'sorbet-snn[train]'")
 
 
 @app.command()

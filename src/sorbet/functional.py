@@ -281,6 +281,35 @@ def root_mean_square(square: Tensor) -> Tensor:
     return square.clamp_min(2.0**-16).sqrt()
 
 
+def bspn(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    square: Tensor,
+    nu: Tensor,
+    groups: int,
+    *,
+    token_weight: Tensor | None = None,
+    momentum: float = 0.9,
+    power_of_two_gain: bool = False,
+    fraction_bits: int = 8,
+    shift_rounding: str = "floor",
+    scale_rounding: str = "log",
+    group_gradient: str = "shift",
+) -> tuple[Tensor, Tensor]:
+    """Y = γ ⊙ X̂/ψ + β with X̂ = X ≫ k, k = ⌈log2 S(X)⌉ for each of `groups` groups (Algorithm 1). Returns Y and X̂.
+
+    In training give `token_weight` (`valid_token_weight`): X̂/ψ then has PowerNorm's backward, which also updates the
+    running ψ² (`square`) and ν. `power_of_two_gain` is the paper's ‡ variant: γ/ψ goes to the nearest power of two.
+    """
+    x_hat = group_shift(x, groups, fraction_bits, shift_rounding, group_gradient == "scale")
+    psi = root_mean_square(square)
+    gain = power_of_two(gamma / psi, scale_rounding) if power_of_two_gain else gamma / psi
+    if token_weight is None:
+        return x_hat * gain + beta, x_hat
+    return power_norm(x_hat, square, nu, token_weight, momentum) * (gain * psi) + beta, x_hat
+
+
 def valid_token_weight(x: Tensor, mask: Tensor | None) -> Tensor:
     """1/N on valid tokens and 0 on padding, [..., 1]: a sum with it is a mean over the tokens that exist.
 

@@ -212,22 +212,30 @@ class SpikingNorm(nn.Module):
     def psi(self) -> Tensor:
         return S.root_mean_square(self.running_square)
 
-    def shift_groups(self, x: Tensor) -> Tensor:
-        through_scale = self.group_gradient == "scale"
-        return S.group_shift(x, self.groups, self.fraction_bits, self.shift_rounding, through_scale)
-
     def forward(self, x: Tensor, token_weight: Tensor | None = None) -> Dyadic:
         if self.norm_type == "layernorm":
             return self.neuron(Dyadic(F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)))
-        x_hat = self.shift_groups(x)
-        if self.training and token_weight is not None:
-            x_norm = S.power_norm(x_hat, self.running_square, self.running_nu, token_weight, self.momentum)
-            y = x_norm * (self.gain() * self.psi()) + self.bias
-        else:
-            y = x_hat * self.gain() + self.bias
+        y, x_hat = self.bspn(x, token_weight if self.training else None)
         if self.neuron.num_steps is None:
             return Dyadic(y)
         return self.neuron(Dyadic(y), lambda: self.merged_count(x_hat.detach()))
+
+    def bspn(self, x: Tensor, token_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return S.bspn(
+            x,
+            self.weight,
+            self.bias,
+            self.running_square,
+            self.running_nu,
+            self.groups,
+            token_weight=token_weight,
+            momentum=self.momentum,
+            power_of_two_gain=self.norm_type == "bspn-pow2",
+            fraction_bits=self.fraction_bits,
+            shift_rounding=self.shift_rounding,
+            scale_rounding=self.scale_rounding,
+            group_gradient=self.group_gradient,
+        )
 
     def merged_count(self, x_hat: Tensor) -> Tensor:
         threshold, offset = self.merged_threshold()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..artifact import Artifact
 from ..errors import DataError
 from ..text import Table, Text, read_table, text_columns
 
@@ -213,6 +214,26 @@ def load_files(
     return TaskData(
         task, examples, {"dev": read_examples(task, read_table(dev))}, f"{Path(train).name}, {Path(dev).name}"
     )
+
+
+def labelled(
+    artifact: Artifact, data: str | Path, task: str | None, text: Sequence[str] = (), label: str | None = None
+) -> tuple[Task, Examples]:
+    """The examples to evaluate an artefact on: a GLUE task's dev set, or a file with the artefact's own labels."""
+    if task is not None:
+        if task not in GLUE:
+            raise DataError(f"task is {task!r}: it must be one of {', '.join(GLUE)}")
+        return GLUE[task], load_split(task, data)
+    table = read_table(data)
+    column = label or next((name for name in LABEL_COLUMNS if name in table.columns), None)
+    if column is None:
+        raise DataError(f"{data}: no label column among {', '.join(table.columns)}; name it with --label")
+    regression = artifact.problem_type == "regression"
+    question = Task(
+        Path(data).name, tuple(text) or text_columns(table), column, () if regression else artifact.labels,
+        ("spearman", "pearson") if regression else ("accuracy", "f1"),
+    )  # fmt: skip
+    return question, read_examples(question, table)
 
 
 def _label_names(table: Table, raw: list[str]) -> tuple[str, ...]:

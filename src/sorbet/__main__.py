@@ -1,0 +1,5 @@
+"""`python -m sorbet`, which is what `accelerate launch -m sorbet` needs."""
+
+from .cli import main
+
+main()

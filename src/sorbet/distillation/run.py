@@ -1,0 +1,349 @@
+"""The whole chain of Algorithm 4: teacher, M1, M2, M3, then convert, verify, evaluate.
+
+A run is a folder. Each step has a folder of its own (`teacher`, `M1`, `M2`, `M3`) with its best checkpoint and a
+`result.json` that is written last: where it is, the step is done, and `resume` goes on behind it.
+"""
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import numpy as np
+import torch
+import transformers
+from accelerate import PartialState
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    TrainingArguments,
+    set_seed,
+)
+
+from .. import __version__
+from ..conversion import convert
+from ..errors import SorbetError
+from ..evaluation import evaluate
+from ..modeling_sorbet import SorbetForSequenceClassification
+from ..verify import verify
+from .metrics import evaluate as score
+from .recipe import STEPS, Recipe, Step
+from .tasks import Examples, Task, TaskData
+from .trainer import (
+    Collator,
+    DistillationTrainer,
+    EncodedExamples,
+    columns,
+    distillation_loss,
+    last_checkpoint,
+    logits_of,
+)
+
+STAGES = ("M1", "M2", "M3")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How to compute, as opposed to what."""
+
+    bf16: bool = False
+    compile: bool = False
+    cpu: bool = False
+    accumulation: int = 1  # batches of batch_size / accumulation, added up
+    save_steps: int | None = None  # checkpoints to resume from; none: at each evaluation
+    quiet: bool = False
+    tensorboard: bool = False
+
+
+@dataclass
+class Run:
+    teacher: str
+    data: TaskData
+    recipe: Recipe
+    out: Path
+    machine: Machine = Machine()
+    stages: tuple[str, ...] = STAGES
+
+    # -- the chain -------------------------------------------------------------------------------------------------
+
+    def run(self, resume: bool = False, verify_examples: int | None = 64) -> list[dict[str, Any]]:
+        """Every step that is not done yet; returns the results of all, the spiking model's last."""
+        state = PartialState(cpu=self.machine.cpu)
+        with state.main_process_first():
+            self.prepare(resume)
+        results = [self.step("teacher")]
+        for before, stage in zip(("teacher", *self.stages), self.stages, strict=False):
+            results.append(self.step(stage, before))
+        if self.stages[-1] == "M3" and state.is_main_process:
+            results.append(self.spiking(verify_examples))
+            (self.out / "results.json").write_text(json.dumps(results, indent=2))
+        state.wait_for_everyone()
+        return results
+
+    def prepare(self, resume: bool) -> None:
+        """A new folder with the plan in it, or, to resume, a folder with the same plan."""
+        plan = self.plan()
+        file = self.out / "run.json"
+        if not PartialState().is_main_process:
+            return
+        if self.out.is_dir() and any(self.out.iterdir()):
+            if not file.is_file():
+                raise SorbetError(f"{self.out}: a folder with other things in it; name a new one")
+            if not resume:
+                raise SorbetError(f"{self.out}: holds a run already; --resume goes on with it, or name a new folder")
+            before = json.loads(file.read_text())
+            for name in ("teacher", "task", "recipe", "data", "stages"):
+                if before.get(name) != json.loads(json.dumps(plan[name])):
+                    raise SorbetError(
+                        f"{self.out}: its run has another {name} ({before.get(name)} where now {plan[name]}); "
+                        "resume it with the same settings, or name a new folder"
+                    )
+            return
+        self.out.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(plan, indent=2))
+
+    def plan(self) -> dict[str, Any]:
+        return {
+            "teacher": self.teacher,
+            "task": self.data.task.name,
+            "data": {
+                "source": self.data.source,
+                "train": len(self.data.train),
+                **{part: len(examples) for part, examples in self.data.dev.items()},
+            },
+            "recipe": asdict(self.recipe),
+            "stages": list(self.stages),
+            "versions": {
+                "sorbet": __version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "accelerate": accelerate.__version__,
+            },
+        }
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    def step(self, name: str, before: str | None = None) -> dict[str, Any]:
+        folder = self.out / name
+        done = folder / "result.json"
+        if done.is_file():
+            return json.loads(done.read_text())
+        set_seed(self.recipe.seed + STEPS.index(name))
+        tokenizer = self.tokenizer()
+        teacher: PreTrainedModel | None = None
+        if before is None:
+            model, ready = self.teacher_model(), self.is_task_model()
+        else:
+            model, ready = self.student(name, before, tokenizer), False
+            teacher = self.teacher_of(name, before)
+        trainer = self.trainer(name, model, teacher, tokenizer)
+        if not ready:
+            trainer.train(resume_from_checkpoint=str(found) if (found := last_checkpoint(folder)) else None)
+        scores = {part: self.scores(trainer, examples) for part, examples in self.data.dev.items()}
+        result = {"step": name, "scores": scores, "steps": trainer.state.global_step}
+        trainer.accelerator.wait_for_everyone()
+        if trainer.is_world_process_zero():
+            trainer.save_model(str(folder))
+            tokenizer.save_pretrained(folder)
+            for checkpoint in folder.glob("checkpoint-*"):
+                shutil.rmtree(checkpoint)
+            done.write_text(json.dumps(result, indent=2))
+        trainer.accelerator.wait_for_everyone()
+        return result
+
+    def tokenizer(self) -> Any:
+        try:
+            return AutoTokenizer.from_pretrained(self.teacher)
+        except Exception as error:
+            raise SorbetError(
+                f"{self.teacher}: no usable tokenizer there ({str(error).splitlines()[0][:120]})"
+            ) from None
+
+    def is_task_model(self) -> bool:
+        """Does the teacher come with a head for this task?"""
+        config = AutoConfig.from_pretrained(self.teacher)
+        headed = any("SequenceClassification" in name for name in config.architectures or [])
+        return headed and config.num_labels == self.num_outputs
+
+    @property
+    def num_outputs(self) -> int:
+        return 1 if self.data.task.regression else len(self.data.task.labels)
+
+    def teacher_model(self) -> PreTrainedModel:
+        task = self.data.task
+        names = dict(enumerate(task.labels or ("score",)))
+        try:
+            config = AutoConfig.from_pretrained(self.teacher)
+            if config.model_type not in ("bert", "sorbet"):
+                raise SorbetError(f"{self.teacher} is a {config.model_type!r} checkpoint: the teacher must be a BERT")
+            model = AutoModelForSequenceClassification.from_pretrained(
+                self.teacher,
+                num_labels=self.num_outputs,
+                id2label=names,
+                label2id={label: i for i, label in names.items()},
+                problem_type="regression" if task.regression else "single_label_classification",
+            )
+        except (OSError, ValueError) as error:
+            if isinstance(error, SorbetError):
+                raise
+            raise SorbetError(f"{self.teacher}: no BERT to load there ({str(error).splitlines()[0][:160]})") from None
+        return model
+
+    def student(self, stage: str, before: str, tokenizer: Any) -> SorbetForSequenceClassification:
+        """The stage before, with what is new calibrated on training sentences."""
+        texts = self.data.train.texts[:: max(len(self.data.train) // self.recipe.calibration, 1)]
+        first, second = columns(texts[: self.recipe.calibration])
+        batch = tokenizer(
+            first, second, padding=True, truncation=True, max_length=self.recipe.max_length, return_tensors="pt"
+        )
+        calibration = {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in batch}
+        return SorbetForSequenceClassification.from_bert(
+            str(self.out / before), stage, calibration, **self.recipe.student
+        )
+
+    def teacher_of(self, stage: str, before: str) -> PreTrainedModel:
+        name = before if self.recipe.step(stage).teacher == "previous" else "teacher"
+        return AutoModelForSequenceClassification.from_pretrained(self.out / name)
+
+    def trainer(self, name: str, model: PreTrainedModel, teacher: Any, tokenizer: Any) -> DistillationTrainer:
+        step, machine = self.recipe.step(name), self.machine
+        length = self.recipe.max_length
+        fixed = length if machine.compile else None
+        first = next(iter(self.data.dev.values()))
+        arguments = self.arguments(name, step)
+        return DistillationTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=EncodedExamples(self.data.train, tokenizer, length),
+            eval_dataset=EncodedExamples(first, tokenizer, length),
+            data_collator=Collator(tokenizer.pad_token_id or 0, fixed),
+            compute_metrics=metrics_of(self.data.task),
+            teacher=teacher,
+            step=step,
+        )
+
+    def arguments(self, name: str, step: Step) -> TrainingArguments:
+        machine, processes = self.machine, PartialState().num_processes
+        per_device = step.batch_size // (processes * machine.accumulation)
+        if per_device * processes * machine.accumulation != step.batch_size:
+            raise SorbetError(
+                f"{name}: batch_size {step.batch_size} does not divide by {processes} processes × "
+                f"{machine.accumulation} accumulated batches"
+            )
+        total = self.num_steps(step)
+        every = max(math.ceil(total / step.evaluations), 1)
+        return TrainingArguments(
+            output_dir=str(self.out / name),
+            max_steps=total,
+            per_device_train_batch_size=per_device,
+            per_device_eval_batch_size=max(per_device, 64),
+            gradient_accumulation_steps=machine.accumulation,
+            learning_rate=step.learning_rate,
+            max_grad_norm=step.max_grad_norm,
+            bf16=machine.bf16,
+            torch_compile=machine.compile,
+            use_cpu=machine.cpu,
+            eval_strategy="steps",
+            eval_steps=every,
+            save_strategy="steps",
+            save_steps=every,
+            save_total_limit=2,
+            load_best_model_at_end=True,
+            metric_for_best_model=self.data.task.metric,
+            greater_is_better=True,
+            logging_steps=max(min(every, 50), 1),
+            report_to=["tensorboard"] if machine.tensorboard else [],
+            seed=self.recipe.seed + STEPS.index(name),
+            remove_unused_columns=False,
+            label_names=["labels"],
+            disable_tqdm=machine.quiet,
+            log_level="error" if machine.quiet else "passive",
+            dataloader_drop_last=False,
+        )
+
+    def num_steps(self, step: Step) -> int:
+        return max(math.ceil(len(self.data.train) * step.epochs / step.batch_size), 1)
+
+    def scores(self, trainer: DistillationTrainer, examples: Examples) -> dict[str, float]:
+        dataset = EncodedExamples(examples, self.tokenizer(), self.recipe.max_length)
+        logits = logits_of(trainer, dataset)[: len(examples)]
+        return score(self.data.task.metrics, logits, np.asarray(examples.labels))
+
+    def device(self) -> str:
+        return "cpu" if self.machine.cpu or not torch.cuda.is_available() else torch.cuda.get_device_name()
+
+    def seconds_per_example(self) -> float:
+        """Seconds per example of a training step of M3, teacher included: the second of two steps, not compiled."""
+        config = AutoConfig.from_pretrained(self.teacher)
+        teacher = AutoModelForSequenceClassification.from_config(config).eval()
+        student = SorbetForSequenceClassification.from_bert(teacher, "M3", **self.recipe.student).train()
+        device = torch.device("cpu" if self.machine.cpu or not torch.cuda.is_available() else "cuda")
+        for model in (teacher, student):
+            torch.nn.Module.to(model, device)
+        tokens = [len(ids) for ids in self.tokenizer()(*columns(self.data.train.texts[:256]))["input_ids"]]
+        length = min(self.recipe.max_length, config.max_position_embeddings)
+        length = length if self.machine.compile else max(min(round(float(np.mean(tokens)) * 1.5), length), 2)
+        ids = torch.randint(config.vocab_size, (16, length), device=device)
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        took = 0.0
+        for _ in range(2):
+            start = time.monotonic()
+            with torch.no_grad():
+                said = teacher(**batch, output_hidden_states=True)
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.machine.bf16):
+                heard = student(**batch, output_hidden_states=True)
+            distillation_loss(heard, said, batch["attention_mask"], self.recipe.step("M3")).backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            took = time.monotonic() - start
+        return took / len(ids)
+
+    # -- the spiking model -----------------------------------------------------------------------------------------
+
+    def spiking(self, verify_examples: int | None) -> dict[str, Any]:
+        """Convert M3, verify the artefact against it, evaluate the artefact."""
+        model = SorbetForSequenceClassification.from_pretrained(self.out / "M3").eval()
+        examples = next(iter(self.data.dev.values()))
+        path = self.out / "model.sorbet"
+        provenance = {name: value for name, value in self.plan().items() if name not in ("recipe", "stages")}
+        artifact = convert(model, self.tokenizer(), provenance)
+        artifact.save(path)
+        chosen = examples.texts[:verify_examples]
+        report = verify(artifact, chosen, self.out / "M3") if chosen else None
+        if report is not None and report.differing:
+            raise SorbetError(f"the converted model differs from the trained one: {report.first}; please report this")
+        result: dict[str, Any] = {"step": "sorbet", "scores": {}, "bytes": path.stat().st_size, "verified": str(report)}
+        for part, dev in self.data.dev.items():
+            found = evaluate(artifact, self.data.task, dev)
+            result["scores"][part] = found.scores
+            result |= {key: value for key, value in found.to_json().items() if key not in ("scores", "examples")}
+        return result
+
+
+def metrics_of(task: Task) -> Callable[[Any], dict[str, float]]:
+    def compute(prediction: Any) -> dict[str, float]:
+        logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+        return score(task.metrics, np.asarray(logits), np.asarray(prediction.label_ids))
+
+    return compute
+
+
+def smoke_recipe(recipe: Recipe) -> Recipe:
+    """The same chain in a minute: for trying it out, not for its scores."""
+
+    def short(step: Step, epochs: float, learning_rate: float) -> Step:
+        return replace(step, epochs=epochs, learning_rate=learning_rate, batch_size=32, evaluations=2)
+
+    return replace(
+        recipe,
+        max_length=48,
+        teacher=short(recipe.teacher, 4.0, 1e-3),
+        stages={name: short(step, 2.0, 2e-3) for name, step in recipe.stages.items()},
+    )
