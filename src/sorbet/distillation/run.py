@@ -23,6 +23,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
+    PrinterCallback,
     TrainingArguments,
     set_seed,
 )
@@ -218,7 +219,7 @@ class Run:
         fixed = length if machine.compile else None
         first = next(iter(self.data.dev.values()))
         arguments = self.arguments(name, step)
-        return DistillationTrainer(
+        made = DistillationTrainer(
             model=model,
             args=arguments,
             train_dataset=EncodedExamples(self.data.train, tokenizer, length),
@@ -228,6 +229,9 @@ class Run:
             teacher=teacher,
             step=step,
         )
+        if machine.quiet:
+            made.remove_callback(PrinterCallback)
+        return made
 
     def arguments(self, name: str, step: Step) -> TrainingArguments:
         machine, processes = self.machine, PartialState().num_processes
@@ -312,8 +316,7 @@ class Run:
         model = SorbetForSequenceClassification.from_pretrained(self.out / "M3").eval()
         examples = next(iter(self.data.dev.values()))
         path = self.out / "model.sorbet"
-        provenance = {name: value for name, value in self.plan().items() if name not in ("recipe", "stages")}
-        artifact = convert(model, self.tokenizer(), provenance)
+        artifact = convert(model, self.tokenizer(), self.provenance())
         artifact.save(path)
         chosen = examples.texts[:verify_examples]
         report = verify(artifact, chosen, self.out / "M3") if chosen else None
@@ -325,6 +328,13 @@ class Run:
             result["scores"][part] = found.scores
             result |= {key: value for key, value in found.to_json().items() if key not in ("scores", "examples")}
         return result
+
+    def provenance(self) -> dict[str, Any]:
+        """What the file says of its making: no path of the machine that made it."""
+        plan = self.plan()
+        folder = Path(self.teacher)
+        plan["teacher"] = folder.name if folder.is_dir() else self.teacher
+        return {name: plan[name] for name in ("teacher", "task", "data", "recipe", "stages", "versions")}
 
 
 def metrics_of(task: Task) -> Callable[[Any], dict[str, float]]:
