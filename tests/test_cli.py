@@ -15,9 +15,19 @@ from sorbet import madeup
 from sorbet.artifact import Artifact
 from sorbet.conversion import convert
 
-NO_TORCH = (
-    "import sys; from sorbet.cli import main; sys.modules['torch'] = None; sys.modules['transformers'] = None; main()"
-)
+NO_TORCH = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class NotInstalled(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers", "accelerate"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NotInstalled())
+from sorbet.cli import main
+main()
+"""
 
 
 def sorbet(*arguments, code: str = "from sorbet.cli import main; main()", check: int | None = 0):

@@ -262,13 +262,15 @@ class _PowerNorm(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x_norm, psi, weight = ctx.saved_tensors
-        corrected = (grad - ctx.nu * x_norm) * (weight > 0)  # padding neither gives nor takes
+        # ν belongs to the loss of the whole batch, of which each of several processes averages over its own share.
+        processes = number_of_processes()
+        corrected = (grad / processes - ctx.nu * x_norm) * (weight > 0)  # padding neither gives nor takes
         owed = sum_over_processes((corrected * x_norm * weight).flatten(0, -2).sum(dim=0))  # Λ − ν Γ
         gamma = sum_over_processes((x_norm.square() * weight).flatten(0, -2).sum(dim=0))
         owed = torch.where(torch.isfinite(owed), owed, 0.0)  # one overflow must not stay in ν for ever
         ctx.nu.add_(owed, alpha=1.0 - ctx.momentum)
         ctx.square.lerp_(psi.square() * gamma, 1.0 - ctx.momentum)
-        return corrected / psi, None, None, None, None
+        return corrected * processes / psi, None, None, None, None
 
 
 def power_norm(x: Tensor, square: Tensor, nu: Tensor, weight: Tensor, momentum: float) -> Tensor:
@@ -319,9 +321,13 @@ def valid_token_weight(x: Tensor, mask: Tensor | None) -> Tensor:
     return weight / sum_over_processes(weight.sum()).clamp_min(1.0)
 
 
+def number_of_processes() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def sum_over_processes(x: Tensor) -> Tensor:
     """The sum of x over all processes that train together; x itself where there is one."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if number_of_processes() == 1:
         return x
     group: Any = dist.group.WORLD
     return funcol.all_reduce(x, "sum", group)

@@ -1,0 +1,435 @@
+"""The distillation: data, losses, recipes, and the chain as a person runs it."""
+
+import dataclasses
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import random_model
+from test_cli import NO_TORCH, sorbet
+
+from sorbet import Artifact, SorbetError, madeup
+from sorbet.distillation import metrics as M
+from sorbet.distillation.command import changed
+from sorbet.distillation.losses import attention_loss, logits_loss, representation_loss
+from sorbet.distillation.recipe import Recipe, Step, load_recipe, parse_recipe, to_dict
+from sorbet.distillation.tasks import GLUE, Examples, load_files, load_glue, split
+from sorbet.distillation.trainer import Collator, last_checkpoint, parameter_groups, schedule
+from sorbet.errors import DataError
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+OFFICIAL = {
+    "cola": ("CoLA", "s1\t1\t\tgood .\ns2\t0\t*\tbad bad .\n", ["good .", "bad bad ."], [1, 0]),
+    "sst2": ("SST-2", "sentence\tlabel\nfine \t1\nno\t0\n", ["fine ", "no"], [1, 0]),
+    "mrpc": ("MRPC", "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\ta \"b\tc\n0\t7\t8\td\te\n",
+             [('a "b', "c"), ("d", "e")], [1, 0]),
+    "stsb": ("STS-B", "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
+             "0\tg\tf\ty\to\ts\tt\ta\tb\t4.250\n", [("a", "b")], [4.25]),
+    "qqp": ("QQP", "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n1\t2\t3\ta ?\tb ?\t1\n1\t2\tmalformed\n",
+            [("a ?", "b ?")], [1]),
+    "mnli": ("MNLI", "index\tsentence1\tsentence2\tgold_label\n0\ta\tb\tcontradiction\n1\tc\td\tentailment\n",
+             [("a", "b"), ("c", "d")], [2, 0]),
+    "qnli": ("QNLI", "index\tquestion\tsentence\tlabel\n0\tq\ts\tnot_entailment\n", [("q", "s")], [1]),
+    "rte": ("RTE", "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tentailment\n", [("a", "b")], [0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.filterwarnings("ignore:.*malformed")
+def test_official_glue_layout(tmp_path, name, zipped):
+    folder, content, texts, labels = OFFICIAL[name]
+    (tmp_path / folder).mkdir()
+    for part in ("train", *GLUE[name].dev):
+        path = tmp_path / folder / f"{part}.tsv{'.gz' * zipped}"
+        path.write_bytes(gzip.compress(content.encode()) if zipped else content.encode())
+    for place in (tmp_path, tmp_path / folder):
+        data = load_glue(name, place)
+        assert data.train.texts == texts
+        assert data.train.labels == labels
+        assert list(data.dev) == list(GLUE[name].dev)
+
+
+def test_all_shared_glue_files(glue):
+    """Real files, where they are at hand: sizes as documented by GLUE."""
+    sizes = {"sst2": (67349, 872), "cola": (8551, 1043), "mrpc": (3668, 408), "rte": (2490, 277), "stsb": (5749, 1500)}
+    for name, (train, dev) in sizes.items():
+        data = load_glue(name, glue)
+        assert (len(data.train), len(data.dev["dev"])) == (train, dev)
+
+
+def test_glue_errors(tmp_path):
+    with pytest.raises(DataError, match="task is 'sst': it must be one of cola, sst2"):
+        load_glue("sst", tmp_path)
+    with pytest.raises(DataError, match="no such folder"):
+        load_glue("sst2", tmp_path / "nowhere")
+    with pytest.raises(DataError, match="no train.tsv"):
+        load_glue("sst2", tmp_path)
+    (tmp_path / "train.tsv").write_text("sentence\tlabel\n" + "x\t1\ny\t0\n" * 20)
+    with pytest.raises(DataError, match="no dev.tsv .* --holdout 0.1 sets aside"):
+        load_glue("sst2", tmp_path)
+    data = load_glue("sst2", tmp_path, holdout=0.25)
+    assert (len(data.train), len(data.dev["holdout"])) == (30, 10)
+    assert "0.25 of train held out" in data.source
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\nx\t1\ny\tmaybe\n")
+    with pytest.raises(DataError, match=r"dev.tsv, line 3: label 'maybe'; it must be one of negative, positive"):
+        load_glue("sst2", tmp_path)
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\nx\t2\n")
+    with pytest.raises(DataError, match=r"line 2: label '2'"):
+        load_glue("sst2", tmp_path)
+
+
+def test_split_is_a_partition_and_reproducible():
+    examples = Examples([f"t{i}" for i in range(50)], list(range(50)))
+    train, held = split(examples, 0.2, seed=3)
+    assert sorted(train.texts + held.texts) == sorted(examples.texts)
+    assert split(examples, 0.2, seed=3)[1].texts == held.texts != split(examples, 0.2, seed=4)[1].texts
+    assert all(train.texts[i] == f"t{train.labels[i]}" for i in range(len(train)))
+    with pytest.raises(DataError, match="holdout is 1.5"):
+        split(examples, 1.5, 0)
+
+
+def write(path: Path, content: str) -> Path:
+    path.write_text(content, encoding="utf-8")
+    return path
+
+
+def test_own_files(tmp_path):
+    rows = "text,category\n" + "printer on fire,hardware\nforgot it,password\n" * 10
+    data = load_files(write(tmp_path / "t.csv", rows), write(tmp_path / "d.csv", rows))
+    assert data.task.labels == ("hardware", "password")
+    assert data.task.label_column == "category"
+    assert data.train.labels[:2] == [0, 1]
+    assert len(data.dev["dev"]) == 20
+    jsonl = "".join(json.dumps({"question": f"q{i}", "answer": "a", "stars": i % 10}) + "\n" for i in range(40))
+    data = load_files(write(tmp_path / "t.jsonl", jsonl), text=("question", "answer"), label="stars")
+    assert data.task.labels == tuple(str(i) for i in range(10)), "numbers sort as numbers"
+    assert data.train.texts[0] == ("q0", "a")
+    assert len(data.dev["holdout"]) == 4
+    scores = "sentence1\tsentence2\tscore\na\tb\t2.5\nc\td\t-1\n"
+    data = load_files(write(tmp_path / "t.tsv", scores), write(tmp_path / "d.tsv", scores), regression=True)
+    assert data.train.labels == [2.5, -1.0]
+    assert data.task.metrics == ("spearman", "pearson")
+
+
+@pytest.mark.parametrize(
+    ("train", "dev", "options", "message"),
+    [
+        ("text,label\na,x\nb,y\n", "text,label\na,z\n", {}, r"d.csv, line 2: label 'z'; it must be one of x, y"),
+        ("text,label\na,x\nb,x\n", None, {}, r"every row is labelled 'x'; a classifier needs at least two"),
+        ("text,kind\na,x\nb,y\n", None, {}, r"no label column among text, kind; name it with --label"),
+        ("body,label\na,x\nb,y\n", None, {}, r"line 1: no text column among body, label"),
+        ("text,label\na,x\nb,y\n", "text,mark\na,x\n", {}, r"d.csv: no column 'label'; it has text, mark"),
+        ("text,label\na,x\nb,y\n", None, {"text": ("body",)}, r"no column 'body'; it has text, label"),
+        ("text,label\na,x\nb,y\n", None, {"text": ("a", "b", "c")}, r"3 text columns"),
+        ("text,label\na,1\nb,many\n", None, {"regression": True}, r"line 3: label 'many'; it must be a number"),
+        ("text,label\na,1\nb,nan\n", None, {"regression": True}, r"line 3: label 'nan'; it must be a number"),
+        ("text,label\n" + "".join(f"a,{i / 7}\n" for i in range(300)), None, {}, "300 different .* --regression"),
+        ("", None, {}, r"t.csv: the file is empty"),
+        ("text,label\n", None, {}, r"a header and no rows"),
+    ],
+)  # fmt: skip
+def test_own_files_that_cannot_be_used(tmp_path, train, dev, options, message):
+    files = [write(tmp_path / "t.csv", train), None if dev is None else write(tmp_path / "d.csv", dev)]
+    with pytest.raises(DataError, match=message):
+        load_files(*files, **options)
+
+
+def test_mixed_encodings_are_found_by_line(tmp_path):
+    (tmp_path / "t.csv").write_bytes("text,label\ncafé,x\n".encode() + "café,y\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"t.csv, line 3: not UTF-8 \(byte 0xe9\)"):
+        load_files(tmp_path / "t.csv")
+
+
+# -- metrics and losses -----------------------------------------------------------------------------------------------
+
+
+def test_metrics():
+    logits = np.array([[2.0, 1], [0, 1], [0, 1], [3, 1]])
+    labels = np.array([0, 1, 0, 0])
+    assert M.evaluate(("accuracy", "f1"), logits, labels) == {"accuracy": 0.75, "f1": pytest.approx(2 / 3)}
+    assert M.evaluate(("matthews",), logits, labels)["matthews"] == pytest.approx(0.57735, abs=1e-5)
+    line = np.array([[1.0], [2], [3], [10]])
+    assert M.evaluate(("spearman", "pearson"), line, np.array([1.0, 2, 3, 4]))["spearman"] == pytest.approx(1.0)
+    for name in ("spearman", "pearson"):
+        assert M.METRICS[name](np.ones(4), np.arange(4.0)) == 0.0, "a constant says nothing; it is not nan"
+
+
+def test_losses_split_over_examples():
+    """Every loss is a mean over examples: two halves of a batch average to the whole, whatever their padding."""
+    torch.manual_seed(0)
+    mask = torch.ones(4, 6, dtype=torch.long)
+    mask[0, 3:], mask[3, 1:] = 0, 0
+    ours, theirs = ([torch.randn(4, 6, 8) for _ in range(3)] for _ in range(2))
+    probs, goals = ([torch.rand(4, 2, 6, 6) for _ in range(3)] for _ in range(2))
+    logits, said = torch.randn(4, 3), torch.randn(4, 3)
+    cases = [
+        lambda s: representation_loss([x[s] for x in ours], [x[s] for x in theirs], mask[s]),
+        lambda s: attention_loss([x[s] for x in probs], [x[s] for x in goals], mask[s]),
+        lambda s: logits_loss(logits[s], said[s], 4.0),
+        lambda s: logits_loss(logits[s, :1], said[s, :1], regression=True),
+    ]
+    for loss in cases:
+        halves = (loss(slice(0, 2)) + loss(slice(2, 4))) / 2
+        torch.testing.assert_close(loss(slice(0, 4)), halves)  # sums in another order
+        assert loss(slice(0, 4)) > 0
+    ours[0][0, 3:] = 1e6
+    assert torch.equal(cases[0](slice(0, 1)), cases[0](slice(0, 1)))
+    padded = cases[0](slice(0, 1))
+    ours[0][0, 3:] = -5.0
+    assert torch.equal(cases[0](slice(0, 1)), padded), "padding counts"
+
+
+def test_kl_of_equal_logits_is_zero_and_regression_is_not_blind():
+    logits = torch.randn(5, 4)
+    assert logits_loss(logits, logits).abs() < 1e-6  # rounding of the logarithms
+    assert logits_loss(torch.zeros(5, 1), torch.ones(5, 1), regression=True) == 1
+
+
+# -- recipes ----------------------------------------------------------------------------------------------------------
+
+RECIPES = sorted(Path(M.__file__).parents[1].joinpath("recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipes(path):
+    recipe = load_recipe(path)
+    assert recipe == load_recipe(path.stem)
+    assert set(recipe.stages) == {"M1", "M2", "M3"}
+    assert recipe.task in ("", path.stem)
+    assert parse_recipe(to_dict(recipe)) == recipe
+    random_model(**recipe.student)  # options that the configuration knows
+
+
+def test_every_task_has_a_recipe():
+    assert {path.stem for path in RECIPES} == {*GLUE, "default"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"epoch": 3}, "'epoch' is unknown; known are"),
+        ({"all": {"epochs": "many"}}, "all: epochs is 'many'; it must be float"),
+        ({"all": {"batch_size": 1.5}}, "batch_size is 1.5; it must be int"),
+        ({"stages": {"M4": {}}}, "stage 'M4' is unknown"),
+        ({"stages": {"M1": [1]}}, "a mapping of names to values"),
+        ({"seed": True}, "seed is True"),
+    ],
+)
+def test_recipe_errors(raw, message):
+    with pytest.raises(SorbetError, match=message):
+        parse_recipe(raw)
+
+
+def test_changes_on_the_command_line(tmp_path):
+    recipe = changed(Recipe(), ("M3.epochs=4", "all.batch_size=16", "student.encoding=offset", "seed=7"))
+    assert recipe.stages["M3"].epochs == 4
+    assert {step.batch_size for step in recipe.stages.values()} == {16}
+    assert recipe.student == {"encoding": "offset"}
+    assert recipe.seed == 7
+    assert changed(Recipe(), ("M1.learning_rate=5e-4",)).stages["M1"].learning_rate == 5e-4
+    for change, message in (
+        ("M3", "NAME=VALUE"),
+        ("M4.epochs=1", "M4 is none of"),
+        ("M3.epoch=1", "'epoch' is unknown"),
+    ):
+        with pytest.raises(SorbetError, match=message):
+            changed(Recipe(), (change,))
+    (tmp_path / "bad.yaml").write_text("a: [1\n")
+    with pytest.raises(SorbetError, match="recipe .*bad.yaml"):
+        load_recipe(tmp_path / "bad.yaml")
+    with pytest.raises(SorbetError, match="no recipe 'sst': name a YAML file or one of cola"):
+        load_recipe("sst")
+
+
+def test_schedule():
+    factor = schedule(100, 0.1, 0.0)
+    assert factor(0) == 0.1
+    assert factor(9) == factor(10) == 1.0
+    assert factor(55) == 0.5
+    assert factor(100) == 0.0
+    assert schedule(100, 0.1, 0.3)(70) == 0.0 < schedule(100, 0.1, 0.3)(69)
+
+
+def test_parameter_groups_cover_every_parameter_once():
+    model = random_model()
+    groups = parameter_groups(model, Step(scale_learning_rate=1e-5))
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    scales = groups[-1]
+    assert scales["lr"] == 1e-5
+    assert scales["weight_decay"] == 0
+    assert all(parameter.dim() == 0 for parameter in scales["params"])
+    assert groups[1]["weight_decay"] == 0 < groups[0]["weight_decay"]
+
+
+def test_collator():
+    rows = [
+        {"input_ids": [2, 5, 3], "token_type_ids": [0, 0, 1], "labels": 1},
+        {"input_ids": [2], "token_type_ids": [0], "labels": 0},
+    ]
+    batch = Collator(9)(rows)
+    assert batch["input_ids"].tolist() == [[2, 5, 3], [2, 9, 9]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert Collator(9, fixed_length=8)(rows)["token_type_ids"].shape == (2, 8)
+
+
+def test_a_half_written_checkpoint_is_passed_over(tmp_path):
+    for step, state in ((5, "{}"), (10, "{}"), (15, '{"half'), (20, None)):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        if state is not None:
+            (folder / "trainer_state.json").write_text(state)
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+    assert not (tmp_path / "checkpoint-20").exists()
+    assert last_checkpoint(tmp_path / "nothing") is None
+
+
+# -- the chain --------------------------------------------------------------------------------------------------------
+
+SHORT = [f"--set={name}.epochs=0.3" for name in ("teacher", "M1", "M2", "M3")]
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    """Every checkpoint and the artefact of a run, less the note that names its teacher's folder."""
+    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("model.safetensors")}
+    artifact = dataclasses.replace(Artifact.load(folder / "model.sorbet"), provenance={})
+    return found | {"model.sorbet": artifact.to_bytes()}
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    sorbet("distill", "--smoke", "--cpu", "--quiet", "--out", folder, *SHORT)
+    return folder
+
+
+def test_smoke(tmp_path):
+    """The whole chain learns the made-up task, and says what it did."""
+    out = tmp_path / "run"
+    done = sorbet("distill", "--smoke", "--cpu", "--quiet", "--out", out)
+    for part in ("teacher", "M1", "M2", "M3", "sorbet", "spike rate", "0 differences in 16 examples"):
+        assert part in done.stdout
+    results = {result["step"]: result for result in json.loads((out / "results.json").read_text())}
+    assert all(result["scores"]["dev"]["accuracy"] > 0.9 for result in results.values())
+    assert results["sorbet"]["scores"] == results["M3"]["scores"], "zero conversion loss"
+    assert 0 < results["sorbet"]["spike_rate"] < 1
+    assert 0 < results["sorbet"]["millijoules"] < results["sorbet"]["bert_millijoules"]
+    rows = "text,label\n" + "".join(f'"{r.text}",{madeup.LABELS[r.label]}\n' for r in madeup.remarks(320, 2))
+    (tmp_path / "dev.csv").write_text(rows)
+    found = json.loads(
+        sorbet("evaluate", out / "model.sorbet", "--data", tmp_path / "dev.csv", "--json", code=NO_TORCH).stdout
+    )
+    assert found["scores"]["accuracy"] == results["sorbet"]["scores"]["dev"]["accuracy"]
+    assert found["spike_rate"] == results["sorbet"]["spike_rate"]
+    again = sorbet("distill", "--smoke", "--cpu", "--quiet", "--out", out, check=2)
+    assert "holds a run already; --resume goes on with it" in again.stderr
+
+
+def test_the_same_run_twice_is_the_same(short_run, tmp_path):
+    sorbet("distill", "--smoke", "--cpu", "--quiet", "--out", tmp_path / "again", *SHORT)
+    assert weights(tmp_path / "again") == weights(short_run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_killed_at_random_and_resumed(short_run, tmp_path, seed):
+    """SIGKILL at a random moment, several times over, then --resume: the same weights as a run left alone."""
+    rng = random.Random(seed)
+    out = tmp_path / "killed"
+    command = [sys.executable, "-m", "sorbet", "distill", "--smoke", "--cpu", "--quiet", "--out", str(out), *SHORT]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for attempt in range(3):
+        process = subprocess.Popen(
+            [*command, *["--resume"] * (out / "run.json").is_file()], env=env, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        began = time.monotonic()
+        while not out.is_dir() and time.monotonic() - began < 60:
+            time.sleep(0.05)
+        time.sleep(rng.uniform(0.0, 6.0))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert attempt < 3
+    sorbet("distill", "--smoke", "--cpu", "--quiet", "--out", out, *SHORT, *["--resume"] * (out / "run.json").is_file())
+    assert weights(out) == weights(short_run)
+
+
+def test_resume_with_other_settings_is_refused(short_run):
+    done = sorbet(
+        "distill", "--smoke", "--cpu", "--quiet", "--out", short_run, "--resume", "--set=M3.epochs=9", check=2
+    )
+    assert "its run has another recipe" in done.stderr
+
+
+def test_dry_run(tmp_path):
+    done = sorbet("distill", "--smoke", "--cpu", "--out", tmp_path / "run", "--dry-run")
+    for part in ("2 labels (negative, positive)", "train 3,200, dev 320", "M3", "previous", "in all on cpu"):
+        assert part in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a BERT with --teacher and a folder with --out"),
+        (["--teacher", "x", "--out", "o"], "either a GLUE task with --task, or your own data"),
+        (["--teacher", "x", "--out", "o", "--task", "sst2", "--train", "t.csv"], "either a GLUE task"),
+        (["--teacher", "x", "--out", "o", "--task", "sst3"], "no recipe 'sst3'"),
+        (["--teacher", "x", "--out", "o", "--task", "sst2", "--data", "./none"], "./none: no such folder"),
+        (["--teacher", "x", "--out", "o", "--train", "none.csv"], "none.csv: cannot be read"),
+        (["--teacher", "x", "--out", "o", "--train", "t.csv", "--stages", "M3,M1"], "stages are M3,M1"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    done = sorbet("distill", *arguments, check=2)
+    assert message in done.stderr
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_take_one_step_together(tmp_path):
+    """Gradients, ψ and ν of a batch split over two processes are those of the whole batch in one."""
+    script = Path(__file__).with_name("two_processes.py")
+    for world in (1, 2):
+        running = [
+            subprocess.Popen([sys.executable, str(script), str(rank), str(world), str(tmp_path)])
+            for rank in range(world)
+        ]
+        assert [process.wait(120) for process in running] == [0] * world
+    whole, first, second = (torch.load(tmp_path / f"{name}.pt") for name in ("1-0", "2-0", "2-1"))
+    for name, value in whole.items():
+        assert torch.equal(first[name], second[name]), f"{name}: the processes disagree"
+        # Sums in another order; key biases have no gradient but rounding.
+        tolerance = 1e-4 * float(value.abs().max()) + 1e-6
+        assert float((first[name] - value).abs().max()) <= tolerance, name
+
+
+@pytest.mark.slow
+def test_two_processes_run_the_chain_of_one(short_run, tmp_path):
+    """`accelerate launch` over two processes: the same steps on the same batches, the same losses."""
+    out = tmp_path / "two"
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
+        "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m", "sorbet", "distill",
+        "--smoke", "--cpu", "--quiet", "--out", str(out), *SHORT,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (json.loads((folder / "results.json").read_text()) for folder in (short_run, out))
+    assert [result["step"] for result in one] == [result["step"] for result in two]
+    assert [result.get("steps") for result in one] == [result.get("steps") for result in two]
+    assert two[-1]["verified"] == "0 differences in 16 examples"
+    for a, b in zip(one, two, strict=True):  # quantisers amplify the rounding of sums in another order
+        assert abs(a["scores"]["dev"]["accuracy"] - b["scores"]["dev"]["accuracy"]) < 0.15
