@@ -25,6 +25,7 @@ from sorbet.distillation.recipe import Recipe, Step, load_recipe, parse_recipe, 
 from sorbet.distillation.tasks import GLUE, Examples, load_files, load_glue, split
 from sorbet.distillation.trainer import Collator, last_checkpoint, parameter_groups, schedule
 from sorbet.errors import DataError
+from sorbet.hub import push
 
 # -- data -------------------------------------------------------------------------------------------------------------
 
@@ -362,6 +363,39 @@ def test_killed_at_random_and_resumed(short_run, tmp_path, seed):
         assert attempt < 3
     sorbet("distill", "--smoke", "--cpu", "--quiet", "--out", out, *SHORT, *["--resume"] * (out / "run.json").is_file())
     assert weights(out) == weights(short_run)
+
+
+def test_card_and_what_would_be_uploaded(short_run, tmp_path, monkeypatch):
+    done = sorbet("push", short_run, "someone/sorbet-madeup", "--gather", tmp_path / "upload")
+    names = done.stdout.split()
+    assert {"README.md", "config.json", "model.safetensors", "model.sorbet", "tokenizer.json"} <= set(names)
+    assert "result.json" not in names
+    card = (tmp_path / "upload" / "README.md").read_text()
+    assert card == (short_run / "README.md").read_text()
+    results = json.loads((short_run / "results.json").read_text())
+    for text in (
+        "| teacher (M0) |",
+        "| **Sorbet** (spikes) |",
+        f"{results[-1]['spike_rate']:.4f}",
+        "0 differences in 16",
+    ):
+        assert text in card
+    assert str(short_run.parent) not in card, "no path of this machine"
+
+    calls = []
+    from huggingface_hub import HfApi
+
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, name, **options: calls.append((name, options)) or "url")
+    monkeypatch.setattr(
+        HfApi, "upload_folder",
+        lambda self, repo_id, folder_path, **_: calls.append((repo_id, sorted(p.name for p in Path(folder_path).iterdir()))),
+    )  # fmt: skip
+    assert push(short_run, name := "someone/sorbet-madeup") == "url"
+    assert calls == [(name, {"private": False, "exist_ok": True}), (name, sorted(names))]
+    with pytest.raises(SorbetError, match="it must read user/name"):
+        push(short_run, "sorbet")
+    with pytest.raises(SorbetError, match="no finished run there"):
+        push(tmp_path, "someone/sorbet")
 
 
 def test_resume_with_other_settings_is_refused(short_run):

@@ -210,6 +210,27 @@ def evaluate(
     )
 
 
+@app.command()
+def push(
+    run_folder: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)
+    ],
+    repository: Annotated[str, typer.Argument(metavar="USER/NAME", help="Where on the Hugging Face hub.")],
+    private: Annotated[bool, typer.Option("--private", help="Make it a private repository.")] = False,
+    gather_into: Annotated[
+        Path | None, typer.Option("--gather", help="Only collect what would be uploaded in this folder.")
+    ] = None,
+) -> None:
+    """Upload checkpoint, artefact and model card of a run to the Hugging Face hub."""
+    from .hub import gather
+    from .hub import push as run
+
+    if gather_into is not None:
+        out.print("\n".join(gather(run_folder, gather_into)), markup=False, highlight=False)
+        return
+    out.print(run(run_folder, repository, private), markup=False, highlight=False)
+
+
 def _needs_train(what: str, error: ImportError) -> SorbetError:
     return SorbetError(f"{what} needs PyTorch, and {error.name} is not installed: pip install 'sorbet-snn[train]'")
 

@@ -22,6 +22,7 @@ class Step:
     scale_learning_rate: float | None = None  # of log2 of the scales; none: the same as everything else
     max_grad_norm: float = 1.0
     evaluations: int = 10  # on the dev set; the best one is kept
+    patience: int = 0  # stop after that many evaluations without a better one; 0: never
     logits: float = 1.0  # weight of L_logits
     reps: float = 1.0  # weight of L_reps
     attention: float = 0.0  # weight of the attention loss

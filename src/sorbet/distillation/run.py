@@ -22,6 +22,7 @@ from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    EarlyStoppingCallback,
     PreTrainedModel,
     PrinterCallback,
     TrainingArguments,
@@ -29,6 +30,7 @@ from transformers import (
 )
 
 from .. import __version__
+from ..card import model_card
 from ..conversion import convert
 from ..errors import SorbetError
 from ..evaluation import evaluate
@@ -85,6 +87,7 @@ class Run:
         if self.stages[-1] == "M3" and state.is_main_process:
             results.append(self.spiking(verify_examples))
             (self.out / "results.json").write_text(json.dumps(results, indent=2))
+            (self.out / "README.md").write_text(model_card(self.out), encoding="utf-8")
         state.wait_for_everyone()
         return results
 
@@ -231,6 +234,8 @@ class Run:
         )
         if machine.quiet:
             made.remove_callback(PrinterCallback)
+        if step.patience:
+            made.add_callback(EarlyStoppingCallback(step.patience))
         return made
 
     def arguments(self, name: str, step: Step) -> TrainingArguments:
