@@ -165,7 +165,7 @@ def test_errors_are_one_line(checkpoint, data, tmp_path):
         (("verify", model, "--data", data, "--checkpoint", bert), "'bert' checkpoint, not a Sorbet"),
         (("verify", model, "--data", data, "--checkpoint", other), "its vocab_size is 99, the artefact's"),
         (("verify", model, "--data", data, "--checkpoint", tmp_path / "no"), "no model to load here"),
-        (("convert", other, tmp_path / "x.sorbet"), "no usable tokenizer beside the model"),
+        (("convert", other, tmp_path / "x.sorbet"), "no usable tokenizer there"),
         (("convert", nan, tmp_path / "x.sorbet"), "classifier.bias: 1 of 3 values are NaN"),
     ):
         done = sorbet(*arguments, check=2)

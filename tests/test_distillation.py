@@ -16,6 +16,8 @@ import pytest
 import torch
 from conftest import random_model
 from test_cli import NO_TORCH, sorbet
+from test_model import hf_tokenizer
+from transformers import BertConfig, BertForSequenceClassification, DistilBertConfig, DistilBertModel
 
 from sorbet import Artifact, SorbetError, madeup
 from sorbet.distillation import metrics as M
@@ -386,10 +388,11 @@ def test_card_and_what_would_be_uploaded(short_run, tmp_path, monkeypatch):
     from huggingface_hub import HfApi
 
     monkeypatch.setattr(HfApi, "create_repo", lambda self, name, **options: calls.append((name, options)) or "url")
-    monkeypatch.setattr(
-        HfApi, "upload_folder",
-        lambda self, repo_id, folder_path, **_: calls.append((repo_id, sorted(p.name for p in Path(folder_path).iterdir()))),
-    )  # fmt: skip
+
+    def upload(self, repo_id, folder_path, **_):
+        calls.append((repo_id, sorted(path.name for path in Path(folder_path).iterdir())))
+
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
     assert push(short_run, name := "someone/sorbet-madeup") == "url"
     assert calls == [(name, {"private": False, "exist_ok": True}), (name, sorted(names))]
     with pytest.raises(SorbetError, match="it must read user/name"):
@@ -403,6 +406,31 @@ def test_resume_with_other_settings_is_refused(short_run):
         "distill", "--smoke", "--cpu", "--quiet", "--out", short_run, "--resume", "--set=M3.epochs=9", check=2
     )
     assert "its run has another recipe" in done.stderr
+
+
+def test_teachers_that_cannot_teach(tmp_path):
+    """Said before the folder of the run is made."""
+    shape = {"vocab_size": len(hf_tokenizer()), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
+             "intermediate_size": 16, "max_position_embeddings": 64}  # fmt: skip
+    other = BertForSequenceClassification(BertConfig(**shape, id2label={0: "positive", 1: "negative"}))
+    for name, model in (("order", other), ("kind", DistilBertModel(DistilBertConfig(dim=16, n_layers=1, n_heads=2)))):
+        model.save_pretrained(tmp_path / name)
+        hf_tokenizer().save_pretrained(tmp_path / name)
+    BertForSequenceClassification(BertConfig(**shape)).save_pretrained(tmp_path / "mute")
+    (tmp_path / "t.csv").write_text("text,label\n" + "good,positive\nbad,negative\n" * 20)
+    for teacher, extra, message in (
+        ("order", (), "a classifier of positive, negative, the task's labels are negative, positive"),
+        ("kind", (), "'distilbert' checkpoint: the teacher must be a BERT"),
+        ("mute", (), "no usable tokenizer there"),
+        ("none", (), "no BERT to load there"),
+        ("order", ("--set", "max_length=200"), "max_length is 200, the teacher has 64 positions"),
+    ):
+        arguments = ("--teacher", tmp_path / teacher, "--train", tmp_path / "t.csv", "--out", tmp_path / "run", "--cpu")
+        if "max_length=200" not in extra:
+            arguments += ("--set", "max_length=64")
+        done = sorbet("distill", *arguments, *extra, check=2)
+        assert message in done.stderr
+        assert not (tmp_path / "run").exists()
 
 
 def test_dry_run(tmp_path):

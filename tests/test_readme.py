@@ -34,10 +34,23 @@ def test_readme(tmp_path, monkeypatch):
     scope["model"].save_pretrained("checkpoint")
     tokenizer.save_pretrained("checkpoint")
     Path("dev.tsv").write_text("sentence\n" + "\n".join(r.text for r in madeup.remarks(5)) + "\n")
+    rows = "".join(f'"{r.text}",LABEL_{r.label}\n' for r in madeup.remarks(5))
+    Path("labelled.csv").write_text("text,label\n" + rows)
+    for name, lines in (("tickets", 40), ("held-out", 20)):
+        rows = "".join(f'"{r.text}",{madeup.LABELS[r.label]}\n' for r in madeup.remarks(lines, seed=lines))
+        Path(f"{name}.csv").write_text("text,label\n" + rows)
     commands = re.findall(r"^    sorbet (.*?)(?:#.*)?$", README.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(commands) == 3
+    assert len(commands) == 8
     for command in commands:
-        arguments = shlex.split(command.replace("path/to/checkpoint", "checkpoint"))
+        command = command.replace("path/to/checkpoint", "checkpoint").replace("bert-base-uncased", "bert")
+        arguments = shlex.split(command)
+        if arguments[0] == "push":
+            arguments += ["--gather", "upload"]
+        elif "--smoke" in arguments or "sst2" in arguments:
+            continue  # tested in test_distillation; needs the hub
+        elif arguments[0] == "distill":
+            arguments += ["--cpu", "--quiet", "--set", "all.epochs=1", "--set", "teacher.epochs=1"]
+            arguments[arguments.index("--out") + 1] = "runs/sst2"
         assert sorbet(*arguments).returncode == 0
 
 

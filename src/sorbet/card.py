@@ -41,11 +41,11 @@ def model_card(folder: Path) -> str:
     labels = ", ".join(f"`{label}`" for label in artifact.labels)
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
     recipe = json.dumps(made["recipe"], indent=2)
+    base = f"\nbase_model: {made['teacher']}" if "/" in made["teacher"] else ""  # a name on the hub, not a folder
     return f"""---
 library_name: sorbet
 pipeline_tag: text-classification
-tags: [spiking-neural-network, binary-weights, neuromorphic, bert]
-base_model: {made["teacher"]}
+tags: [spiking-neural-network, binary-weights, neuromorphic, bert]{base}
 ---
 
 # Sorbet for {plan["task"]}
@@ -68,8 +68,8 @@ Best checkpoint on the dev set, as is the custom of the field: a dev score is a 
 ## Cost
 
 Spike rate {spiking["spike_rate"]:.4f} (spikes per neuron and step, all sites, {parts[0]} set). Matrix products by the
-paper's formula, without memory traffic: {spiking["millijoules"]:.4f} mJ a text, the same BERT in float32
-{spiking["bert_millijoules"]:.3f} mJ.
+paper's formula, without memory traffic: {spiking["millijoules"]:.3g} mJ a text, the same BERT in float32
+{spiking["bert_millijoules"]:.3g} mJ.
 
 ## Data and training
 

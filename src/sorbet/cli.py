@@ -106,22 +106,15 @@ def convert(
 ) -> None:
     """Write the artefact of a trained Sorbet. Exact, or refused with the reason."""
     try:
-        from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging
 
         from .conversion import convert as run
-        from .modeling_sorbet import load_sorbet
+        from .modeling_sorbet import load_sorbet, load_tokenizer
     except ImportError as error:
         raise _needs_train("converting", error) from None
     transformers_logging.disable_progress_bar()
     model = load_sorbet(checkpoint)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    except Exception:  # a tokenizer that is missing or damaged shows in many ways
-        raise SorbetError(
-            f"{checkpoint}: no usable tokenizer beside the model; save it there (tokenizer.save_pretrained)"
-        ) from None
-    artifact = run(model.float(), tokenizer)
+    artifact = run(model.float(), load_tokenizer(checkpoint))
     try:
         artifact.save(target)
     except OSError as error:
@@ -205,7 +198,7 @@ def evaluate(
     scores = ", ".join(f"{name} {value:.4f}" for name, value in found.scores.items())
     out.print(
         f"{scores} on {found.examples} examples\nspike rate {found.spike_rate:.4f}, "
-        f"{found.millijoules:.4f} mJ a text by the paper's formula (the same BERT: {found.bert_millijoules:.3f} mJ)",
+        f"{found.millijoules:.3g} mJ a text by the paper's formula (the same BERT: {found.bert_millijoules:.3g} mJ)",
         highlight=False,
     )
 

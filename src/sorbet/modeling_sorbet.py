@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     BertModel,
     PreTrainedModel,
 )
@@ -434,6 +435,19 @@ def load_sorbet(path: "str | os.PathLike[str]") -> SorbetForSequenceClassificati
             "(SorbetForSequenceClassification.from_bert)"
         )
     return _load(path, SorbetForSequenceClassification)
+
+
+def load_tokenizer(path: "str | os.PathLike[str]") -> Any:
+    """The fast tokenizer beside a model. Where there is none, transformers may make up one that knows no words."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        words = len(tokenizer) - len(tokenizer.all_special_tokens)
+    except Exception as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise SorbetError(f"{path}: no usable tokenizer there ({reason.strip()[:120]})") from None
+    if words < 1:
+        raise SorbetError(f"{path}: no usable tokenizer there; save it beside the model (tokenizer.save_pretrained)")
+    return tokenizer
 
 
 def _source_config(path: "str | os.PathLike[str]") -> Any:

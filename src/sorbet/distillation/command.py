@@ -49,6 +49,7 @@ class Settings:
 def distill_command(settings: Settings, out: Console) -> list[dict[str, Any]]:
     run = smoke_run(settings) if settings.smoke else plan(settings)
     if settings.dry_run:
+        run.check()
         show_plan(run, out)
         return []
     started = time.monotonic()
@@ -201,9 +202,9 @@ def show_results(run: Run, results: list[dict[str, Any]], out: Console) -> None:
     for result in results:
         row = [f"{100 * result['scores'][part][metric]:.2f}" for part in parts for metric in metrics]
         if "spike_rate" in result:
-            row += [f"{result['spike_rate']:.3f}", f"{result['bytes'] / 1e6:.2f} MB", f"{result['millijoules']:.4f} mJ"]
+            row += [f"{result['spike_rate']:.3f}", f"{result['bytes'] / 1e6:.2f} MB", f"{result['millijoules']:.3g} mJ"]
         elif result["step"] == "teacher" and "bert_millijoules" in results[-1]:
-            row += ["", "", f"{results[-1]['bert_millijoules']:.3f} mJ"]
+            row += ["", "", f"{results[-1]['bert_millijoules']:.3g} mJ"]
         table.add_row(result["step"], *row)
     out.print(table)
     if "verified" in results[-1]:

@@ -21,7 +21,6 @@ from accelerate import PartialState
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     EarlyStoppingCallback,
     PreTrainedModel,
     PrinterCallback,
@@ -34,7 +33,7 @@ from ..card import model_card
 from ..conversion import convert
 from ..errors import SorbetError
 from ..evaluation import evaluate
-from ..modeling_sorbet import SorbetForSequenceClassification
+from ..modeling_sorbet import SorbetForSequenceClassification, load_tokenizer
 from ..verify import verify
 from .metrics import evaluate as score
 from .recipe import STEPS, Recipe, Step
@@ -79,6 +78,7 @@ class Run:
     def run(self, resume: bool = False, verify_examples: int | None = 64) -> list[dict[str, Any]]:
         """Every step that is not done yet; returns the results of all, the spiking model's last."""
         state = PartialState(cpu=self.machine.cpu)
+        self.check()
         with state.main_process_first():
             self.prepare(resume)
         results = [self.step("teacher")]
@@ -90,6 +90,25 @@ class Run:
             (self.out / "README.md").write_text(model_card(self.out), encoding="utf-8")
         state.wait_for_everyone()
         return results
+
+    def check(self) -> None:
+        """What can be wrong with teacher and recipe, found before a folder is made or a step is run."""
+        try:
+            config = AutoConfig.from_pretrained(self.teacher)
+        except Exception as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
+            raise SorbetError(f"{self.teacher}: no BERT to load there ({reason})") from None
+        if config.model_type not in ("bert", "sorbet"):
+            raise SorbetError(f"{self.teacher} is a {config.model_type!r} checkpoint: the teacher must be a BERT")
+        if self.recipe.max_length > config.max_position_embeddings:
+            raise SorbetError(
+                f"max_length is {self.recipe.max_length}, the teacher has {config.max_position_embeddings} positions: "
+                f"--set max_length={config.max_position_embeddings}"
+            )
+        self.tokenizer()
+        self.is_task_model()
+        for name in ("teacher", *self.stages):
+            self.batch_size(name)
 
     def prepare(self, resume: bool) -> None:
         """A new folder with the plan in it, or, to resume, a folder with the same plan."""
@@ -163,18 +182,23 @@ class Run:
         return result
 
     def tokenizer(self) -> Any:
-        try:
-            return AutoTokenizer.from_pretrained(self.teacher)
-        except Exception as error:
-            raise SorbetError(
-                f"{self.teacher}: no usable tokenizer there ({str(error).splitlines()[0][:120]})"
-            ) from None
+        return load_tokenizer(self.teacher)
 
     def is_task_model(self) -> bool:
-        """Does the teacher come with a head for this task?"""
+        """Does the teacher come with a head for this task? Its labels must then be the task's, in the same order."""
         config = AutoConfig.from_pretrained(self.teacher)
         headed = any("SequenceClassification" in name for name in config.architectures or [])
-        return headed and config.num_labels == self.num_outputs
+        if not headed or config.num_labels != self.num_outputs:
+            return False
+        theirs = [str(config.id2label[i]) for i in range(config.num_labels)]
+        ours = [label.casefold() for label in self.data.task.labels]
+        named = not all(label.startswith("LABEL_") for label in theirs)
+        if ours and named and [label.casefold() for label in theirs] != ours:
+            raise SorbetError(
+                f"{self.teacher} is a classifier of {', '.join(theirs)}, the task's labels are "
+                f"{', '.join(self.data.task.labels)}: name a teacher for this task, or an encoder without a head"
+            )
+        return True
 
     @property
     def num_outputs(self) -> int:
@@ -184,21 +208,16 @@ class Run:
         task = self.data.task
         names = dict(enumerate(task.labels or ("score",)))
         try:
-            config = AutoConfig.from_pretrained(self.teacher)
-            if config.model_type not in ("bert", "sorbet"):
-                raise SorbetError(f"{self.teacher} is a {config.model_type!r} checkpoint: the teacher must be a BERT")
-            model = AutoModelForSequenceClassification.from_pretrained(
+            return AutoModelForSequenceClassification.from_pretrained(
                 self.teacher,
                 num_labels=self.num_outputs,
                 id2label=names,
                 label2id={label: i for i, label in names.items()},
                 problem_type="regression" if task.regression else "single_label_classification",
             )
-        except (OSError, ValueError) as error:
-            if isinstance(error, SorbetError):
-                raise
-            raise SorbetError(f"{self.teacher}: no BERT to load there ({str(error).splitlines()[0][:160]})") from None
-        return model
+        except Exception as error:  # weights that are missing, cut short or of another shape
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
+            raise SorbetError(f"{self.teacher}: its weights cannot be loaded ({reason})") from None
 
     def student(self, stage: str, before: str, tokenizer: Any) -> SorbetForSequenceClassification:
         """The stage before, with what is new calibrated on training sentences."""
@@ -239,13 +258,7 @@ class Run:
         return made
 
     def arguments(self, name: str, step: Step) -> TrainingArguments:
-        machine, processes = self.machine, PartialState().num_processes
-        per_device = step.batch_size // (processes * machine.accumulation)
-        if per_device * processes * machine.accumulation != step.batch_size:
-            raise SorbetError(
-                f"{name}: batch_size {step.batch_size} does not divide by {processes} processes × "
-                f"{machine.accumulation} accumulated batches"
-            )
+        machine, per_device = self.machine, self.batch_size(name)
         total = self.num_steps(step)
         every = max(math.ceil(total / step.evaluations), 1)
         return TrainingArguments(
@@ -276,6 +289,16 @@ class Run:
             log_level="error" if machine.quiet else "passive",
             dataloader_drop_last=False,
         )
+
+    def batch_size(self, name: str) -> int:
+        """Examples that one process takes at a time."""
+        size, accumulated = self.recipe.step(name).batch_size, self.machine.accumulation
+        processes = PartialState().num_processes
+        if size % (processes * accumulated):
+            raise SorbetError(
+                f"{name}: batch_size {size} does not divide into {processes} processes × {accumulated} batches each"
+            )
+        return size // (processes * accumulated)
 
     def num_steps(self, step: Step) -> int:
         return max(math.ceil(len(self.data.train) * step.epochs / step.batch_size), 1)
