@@ -1,10 +1,12 @@
 """The distillation: data, losses, recipes, and the chain as a person runs it."""
 
+import csv
 import dataclasses
 import gzip
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,12 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import random_model
+import yaml
+from conftest import config, random_model
 from test_cli import NO_TORCH, sorbet
 from test_model import hf_tokenizer
 from transformers import BertConfig, BertForSequenceClassification, DistilBertConfig, DistilBertModel
 
 from sorbet import Artifact, SorbetError, madeup
+from sorbet.configuration_sorbet import STAGES
 from sorbet.distillation import metrics as M
 from sorbet.distillation.command import changed
 from sorbet.distillation.losses import attention_loss, logits_loss, representation_loss
@@ -241,6 +245,7 @@ def test_changes_on_the_command_line(tmp_path):
     assert recipe.student == {"encoding": "offset"}
     assert recipe.seed == 7
     assert changed(Recipe(), ("M1.learning_rate=5e-4",)).stages["M1"].learning_rate == 5e-4
+    assert changed(Recipe(), ("M3.config.norm_type=bspn-pow2",)).stages["M3"].config == {"norm_type": "bspn-pow2"}
     for change, message in (
         ("M3", "NAME=VALUE"),
         ("M4.epochs=1", "M4 is none of"),
@@ -431,6 +436,72 @@ def test_teachers_that_cannot_teach(tmp_path):
         done = sorbet("distill", *arguments, *extra, check=2)
         assert message in done.stderr
         assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["glue", "ablations"])
+def test_shipped_sweeps_are_well_formed(name, tmp_path):
+    """Every run parses, builds on a run that comes before it, and makes configurations that exist."""
+    sweep = yaml.safe_load((Path(__file__).parents[1] / "sweeps" / f"{name}.yaml").read_text())
+    seen: list[str] = []
+    for run, arguments in sweep["runs"].items():
+        words = shlex.split(f"{sweep['common']} {arguments or ''}".format(teacher="t", data="d", out="o"))
+        options = dict(zip(words, words[1:], strict=False))
+        changes = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
+        assert options.get("--from", "o/").removeprefix("o/") in ("", *seen)
+        recipe = changed(load_recipe(options["--task"]), tuple(changes))
+        for stage in options.get("--stages", "M1,M2,M3").split(","):
+            config(**(STAGES[stage] | recipe.student | recipe.stages[stage].config))
+        seen.append(run)
+
+
+def test_building_on_another_run(tmp_path):
+    """--from takes over the steps that are the same, and does the rest; the ‡ variant, and rows without spikes."""
+    tokenizer = hf_tokenizer()
+    BertForSequenceClassification(BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=64)).save_pretrained(tmp_path / "bert")  # fmt: skip
+    tokenizer.save_pretrained(tmp_path / "bert")
+    rows = "".join(f'"{r.text}",{madeup.LABELS[r.label]}\n' for r in madeup.remarks(120))
+    (tmp_path / "t.csv").write_text("text,label\n" + rows)
+    common = ("--teacher", tmp_path / "bert", "--train", tmp_path / "t.csv", "--cpu", "--quiet")
+    common += ("--set", "max_length=32", "--set", "all.epochs=1")
+    base = tmp_path / "base"
+    sorbet("distill", *common, "--out", base)
+    for name in ("M1", "M2", "M3"):
+        result = json.loads((base / name / "result.json").read_text())
+        (base / name / "result.json").write_text(json.dumps(result | {"marked": True}))
+
+    out = tmp_path / "double-dagger"
+    sorbet("distill", *common, "--out", out, "--from", base, "--set", "M3.config.norm_type=bspn-pow2")
+    results = {result["step"]: result for result in json.loads((out / "results.json").read_text())}
+    assert [name for name, result in results.items() if "marked" in result] == ["M1", "M2"]
+    assert Artifact.load(out / "model.sorbet").shape.norm == "bspn-pow2"
+
+    out = tmp_path / "full-precision"
+    bits = ("--set", "M3.config.weight_bits=32", "--set", "M3.config.activation_bits=32")
+    done = sorbet("distill", *common, "--out", out, "--from", base, "--stages", "M3", *bits)
+    assert "M3" in done.stdout
+    assert [result["step"] for result in json.loads((out / "results.json").read_text())] == ["teacher", "M3"]
+    assert not (out / "model.sorbet").exists()
+
+
+def test_sweep(tmp_path):
+    """Runs side by side with their results in one tidy table; one that fails is reported and leaves the rest alone."""
+    (tmp_path / "sweep.yaml").write_text(
+        "common: --smoke --cpu --quiet --set teacher.epochs=0.1 --set all.epochs=0.1\n"
+        "runs:\n  a:\n  b: --set seed=7\n  broken: --set M3.epoch=1\n"
+    )
+    script = Path(__file__).parents[1] / "scripts" / "sweep.py"
+    done = subprocess.run([sys.executable, str(script), str(tmp_path / "sweep.yaml"), "--out", str(tmp_path / "out")],
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 1
+    assert "broken: FAILED" in done.stdout
+    with (tmp_path / "out" / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["run"] for row in rows} == {"a", "b"}
+    assert {row["seed"] for row in rows if row["run"] == "b"} == {"7"}
+    assert {row["step"] for row in rows} == {"teacher", "M1", "M2", "M3", "sorbet"}
+    assert str(tmp_path) not in (tmp_path / "out" / "results.csv").read_text()
 
 
 def test_dry_run(tmp_path):

@@ -141,6 +141,9 @@ def distill(
         list[str] | None, typer.Option("--set", help="Change the recipe: M3.epochs=4, seed=1, …")
     ] = None,
     stages: Annotated[str, typer.Option(help="The stages, in order; straight to M3 with 'M3'.")] = "M1,M2,M3",
+    base: Annotated[
+        Path | None, typer.Option("--from", help="A run whose finished steps are the same: not done again.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run and how long, and stop.")] = False,
     smoke: Annotated[
@@ -164,8 +167,8 @@ def distill(
     chosen = Settings(
         out=out_folder, teacher=teacher, task=task, data=data, train=train, dev=dev, text=tuple(text or ()),
         label=label, regression=regression, holdout=holdout, recipe=recipe, changes=tuple(settings or ()),
-        stages=tuple(stages.split(",")), resume=resume, dry_run=dry_run, smoke=smoke, bf16=bf16, compile=compiled,
-        cpu=cpu, accumulation=accumulate, tensorboard=tensorboard, quiet=quiet or as_json,
+        stages=tuple(stages.split(",")), base=base, resume=resume, dry_run=dry_run, smoke=smoke, bf16=bf16,
+        compile=compiled, cpu=cpu, accumulation=accumulate, tensorboard=tensorboard, quiet=quiet or as_json,
     )  # fmt: skip
     results = distill_command(chosen, err if as_json else out)
     if as_json:

@@ -247,7 +247,7 @@ def _require_convertible(model: nn.Module) -> None:
             f"a {type(model).__name__} cannot be converted: it must be a SorbetForSequenceClassification "
             "(make one with SorbetForSequenceClassification.from_bert)"
         )
-    for reason in _obstacles(model):
+    for reason in obstacles(model):
         raise ConversionError(f"the model has no exact integer form: {reason}")
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
@@ -277,6 +277,11 @@ def _require_exponents(model: SorbetForSequenceClassification) -> None:
                 f"{name}: a scale of 2^{worst} is beyond 2^±{MAX_EXPONENT}; the training diverged, or the input of "
                 "this layer is always zero"
             )
+
+
+def obstacles(model: SorbetForSequenceClassification) -> list[str]:
+    """What of the configuration has no integer form; empty for an M3."""
+    return list(_obstacles(model))
 
 
 def _obstacles(model: SorbetForSequenceClassification) -> Iterator[str]:

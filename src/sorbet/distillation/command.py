@@ -35,6 +35,7 @@ class Settings:
     recipe: str | None
     changes: tuple[str, ...]
     stages: tuple[str, ...]
+    base: Path | None
     resume: bool
     dry_run: bool
     smoke: bool
@@ -78,7 +79,7 @@ def plan(settings: Settings) -> Run:
             settings.train, settings.dev, settings.text, settings.label, settings.regression, settings.holdout,
             recipe.seed,
         )  # fmt: skip
-    return Run(settings.teacher, data, recipe, settings.out, machine(settings), settings.stages)
+    return Run(settings.teacher, data, recipe, settings.out, machine(settings), settings.stages, settings.base)
 
 
 def machine(settings: Settings) -> Machine:
@@ -95,17 +96,19 @@ def changed(recipe: Recipe, changes: tuple[str, ...]) -> Recipe:
         path, equals, value = change.partition("=")
         if not equals:
             raise SorbetError(f"--set {change}: it must read NAME=VALUE, as in M3.epochs=4")
-        *parents, name = path.split(".")
-        places = [raw]
-        if parents == ["all"]:
+        first, *rest = path.split(".")
+        if first in STAGES:
+            places, rest = [raw["stages"][first]], rest
+        elif first == "all":
             places = list(raw["stages"].values())
-        elif parents:
-            place = raw["stages"] if parents[0] in STAGES else raw
-            if len(parents) > 1 or parents[0] not in place:
-                raise SorbetError(f"--set {change}: {'.'.join(parents)} is none of teacher, student, all, M1, M2, M3")
-            places = [place[parents[0]]]
+        else:
+            places, rest = [raw], [first, *rest]
         for place in places:
-            place[name] = yaml.safe_load(value)
+            for parent in rest[:-1]:
+                if not isinstance(place.get(parent), dict):
+                    raise SorbetError(f"--set {change}: {parent} is none of teacher, student, all, M1, M2, M3, config")
+                place = place[parent]
+            place[rest[-1] if rest else first] = yaml.safe_load(value)
     return parse_recipe(raw, f"--set {' '.join(changes)}" if changes else "recipe")
 
 
@@ -135,7 +138,7 @@ def smoke_run(settings: Settings) -> Run:
 
     data = TaskData(task, examples(3200, 1), {"dev": examples(320, 2)}, "made-up film remarks")
     recipe = changed(smoke_recipe(Recipe(task="madeup")), settings.changes)
-    return Run(str(folder), data, recipe, out, machine(settings), settings.stages)
+    return Run(str(folder), data, recipe, out, machine(settings), settings.stages, settings.base)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ class Step:
     temperature: float = 1.0
     teacher: str = "previous"  # who teaches: the stage before (Algorithm 4), or "first", the full-precision model
     frozen_scales: float = 0.0  # the last share of the steps in which no exponent moves
+    config: dict[str, Any] = field(default_factory=dict)  # changes to this stage's SorbetConfig: norm_type, …
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Recipe:
     max_length: int = 128
     seed: int = 42
     calibration: int = 64  # sentences that set the first scales
-    student: dict[str, Any] = field(default_factory=dict)  # changes to SorbetConfig: encoding, norm_groups, …
+    student: dict[str, Any] = field(default_factory=dict)  # changes to every stage's SorbetConfig: encoding, …
     teacher: Step = field(default_factory=lambda: Step(epochs=3.0, learning_rate=5e-5, batch_size=32))
     stages: dict[str, Step] = field(default_factory=lambda: {name: Step() for name in ("M1", "M2", "M3")})
 

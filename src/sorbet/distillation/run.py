@@ -30,7 +30,7 @@ from transformers import (
 
 from .. import __version__
 from ..card import model_card
-from ..conversion import convert
+from ..conversion import convert, obstacles
 from ..errors import SorbetError
 from ..evaluation import evaluate
 from ..modeling_sorbet import SorbetForSequenceClassification, load_tokenizer
@@ -72,6 +72,7 @@ class Run:
     out: Path
     machine: Machine = Machine()
     stages: tuple[str, ...] = STAGES
+    base: Path | None = None  # another run, whose finished steps are taken over as far as they are the same
 
     # -- the chain -------------------------------------------------------------------------------------------------
 
@@ -84,10 +85,12 @@ class Run:
         results = [self.step("teacher")]
         for before, stage in zip(("teacher", *self.stages), self.stages, strict=False):
             results.append(self.step(stage, before))
-        if self.stages[-1] == "M3" and state.is_main_process:
-            results.append(self.spiking(verify_examples))
+        if state.is_main_process:
+            spiking = self.spiking(verify_examples)
+            results += [spiking] if spiking else []
             (self.out / "results.json").write_text(json.dumps(results, indent=2))
-            (self.out / "README.md").write_text(model_card(self.out), encoding="utf-8")
+            if spiking:
+                (self.out / "README.md").write_text(model_card(self.out), encoding="utf-8")
         state.wait_for_everyone()
         return results
 
@@ -130,7 +133,33 @@ class Run:
                     )
             return
         self.out.mkdir(parents=True, exist_ok=True)
+        if self.base is not None:
+            for name in self.shared_steps(self.base):
+                shutil.copytree(self.base / name, self.out / name)
         file.write_text(json.dumps(plan, indent=2))
+
+    def shared_steps(self, base: Path) -> list[str]:
+        """The steps, from the teacher on, that another run has finished with the same settings."""
+        try:
+            before = json.loads((base / "run.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            raise SorbetError(f"{base}: no run to build on (run.json is missing or damaged)") from None
+        plan = json.loads(json.dumps(self.plan()))
+        theirs, ours = before["recipe"], plan["recipe"]
+        found: list[str] = []
+        for name in ("teacher", *self.stages):
+            same = all(before[key] == plan[key] for key in ("teacher", "task", "data"))
+            same = same and all(theirs[key] == ours[key] for key in ("max_length", "seed"))
+            if name == "teacher":
+                same = same and theirs["teacher"] == ours["teacher"]
+            else:
+                same = same and theirs["stages"].get(name) == ours["stages"][name]
+                same = same and all(theirs[key] == ours[key] for key in ("student", "calibration"))
+                same = same and before["stages"][: len(found)] == plan["stages"][: len(found)]
+            if not same or not (base / name / "result.json").is_file():
+                break
+            found.append(name)
+        return found
 
     def plan(self) -> dict[str, Any]:
         return {
@@ -214,6 +243,7 @@ class Run:
                 id2label=names,
                 label2id={label: i for i, label in names.items()},
                 problem_type="regression" if task.regression else "single_label_classification",
+                dtype=torch.float32,  # whatever the file holds: half precision is no precision to train in
             )
         except Exception as error:  # weights that are missing, cut short or of another shape
             reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
@@ -227,13 +257,12 @@ class Run:
             first, second, padding=True, truncation=True, max_length=self.recipe.max_length, return_tensors="pt"
         )
         calibration = {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in batch}
-        return SorbetForSequenceClassification.from_bert(
-            str(self.out / before), stage, calibration, **self.recipe.student
-        )
+        options = self.recipe.student | self.recipe.step(stage).config
+        return SorbetForSequenceClassification.from_bert(str(self.out / before), stage, calibration, **options)
 
     def teacher_of(self, stage: str, before: str) -> PreTrainedModel:
         name = before if self.recipe.step(stage).teacher == "previous" else "teacher"
-        return AutoModelForSequenceClassification.from_pretrained(self.out / name)
+        return AutoModelForSequenceClassification.from_pretrained(self.out / name, dtype=torch.float32)
 
     def trainer(self, name: str, model: PreTrainedModel, teacher: Any, tokenizer: Any) -> DistillationTrainer:
         step, machine = self.recipe.step(name), self.machine
@@ -287,7 +316,7 @@ class Run:
             label_names=["labels"],
             disable_tqdm=machine.quiet,
             log_level="error" if machine.quiet else "passive",
-            dataloader_drop_last=False,
+            dataloader_drop_last=machine.compile,  # a last batch of another size would be compiled anew
         )
 
     def batch_size(self, name: str) -> int:
@@ -315,7 +344,8 @@ class Run:
         """Seconds per example of a training step of M3, teacher included: the second of two steps, not compiled."""
         config = AutoConfig.from_pretrained(self.teacher)
         teacher = AutoModelForSequenceClassification.from_config(config).eval()
-        student = SorbetForSequenceClassification.from_bert(teacher, "M3", **self.recipe.student).train()
+        options = self.recipe.student | self.recipe.step("M3").config
+        student = SorbetForSequenceClassification.from_bert(teacher, "M3", **options).train()
         device = torch.device("cpu" if self.machine.cpu or not torch.cuda.is_available() else "cuda")
         for model in (teacher, student):
             torch.nn.Module.to(model, device)
@@ -339,15 +369,21 @@ class Run:
 
     # -- the spiking model -----------------------------------------------------------------------------------------
 
-    def spiking(self, verify_examples: int | None) -> dict[str, Any]:
-        """Convert M3, verify the artefact against it, evaluate the artefact."""
-        model = SorbetForSequenceClassification.from_pretrained(self.out / "M3").eval()
+    def spiking(self, verify_examples: int | None) -> dict[str, Any] | None:
+        """Convert the last stage, verify the artefact against it, evaluate the artefact.
+
+        Nothing where the last stage has no spiking form: M1, M2, an ablation in full precision.
+        """
+        last = self.out / self.stages[-1]
+        model = SorbetForSequenceClassification.from_pretrained(last).eval()
+        if obstacles(model):
+            return None
         examples = next(iter(self.data.dev.values()))
         path = self.out / "model.sorbet"
         artifact = convert(model, self.tokenizer(), self.provenance())
         artifact.save(path)
         chosen = examples.texts[:verify_examples]
-        report = verify(artifact, chosen, self.out / "M3") if chosen else None
+        report = verify(artifact, chosen, last) if chosen else None
         if report is not None and report.differing:
             raise SorbetError(f"the converted model differs from the trained one: {report.first}; please report this")
         result: dict[str, Any] = {"step": "sorbet", "scores": {}, "bytes": path.stat().st_size, "verified": str(report)}
