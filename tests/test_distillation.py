@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import gzip
+import itertools
 import json
 import os
 import random
@@ -445,7 +446,7 @@ def test_shipped_sweeps_are_well_formed(name, tmp_path):
     seen: list[str] = []
     for run, arguments in sweep["runs"].items():
         words = shlex.split(f"{sweep['common']} {arguments or ''}".format(teacher="t", data="d", out="o"))
-        options = dict(zip(words, words[1:], strict=False))
+        options = dict(itertools.pairwise(words))
         changes = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
         assert options.get("--from", "o/").removeprefix("o/") in ("", *seen)
         recipe = changed(load_recipe(options["--task"]), tuple(changes))
