@@ -61,9 +61,15 @@ def run_all(commands: dict[str, str], out: Path, jobs: int) -> dict[str, int]:
         for name in list(waiting):
             base = re.search(r"--from \S*?([^/\s]+)(?:\s|$)", waiting[name])
             ready = base is None or base[1] not in commands or base[1] in status
+            if ready and base is not None and status.get(base[1], 0) != 0:
+                print(f"{name}: left out, {base[1]} failed", flush=True)
+                status[name] = 1
+                del waiting[name]
+                continue
             if ready and len(running) < jobs:
                 log = (out / f"{name}.log").open("w")
                 command = [sys.executable, "-m", "sorbet", "distill", *shlex.split(waiting.pop(name))]
+                command += ["--resume"] * (out / name / "run.json").is_file()
                 running[name] = (subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT), time.monotonic())
         for name, (process, began) in list(running.items()):
             if process.poll() is not None:
@@ -89,7 +95,7 @@ def results(name: str, out: Path, command: str) -> list[dict]:
     common = {
         "run": name, "task": plan["task"], "seed": plan["recipe"]["seed"], "teacher": Path(plan["teacher"]).name,
         "versions": " ".join(f"{key}={value}" for key, value in plan["versions"].items()),
-        "command": "sorbet distill " + re.sub(r"(--\S+) \S*/(\S+)", r"\1 \2", command.strip()),  # no paths of a machine
+        "command": "sorbet distill " + re.sub(r"(--\S+) /\S*/(\S+)", r"\1 \2", command.strip()),  # no local paths
     }  # fmt: skip
     rows = []
     for step in steps:

@@ -19,9 +19,17 @@ import pytest
 import torch
 import yaml
 from conftest import config, random_model
+from safetensors.torch import load_file
 from test_cli import NO_TORCH, sorbet
 from test_model import hf_tokenizer
-from transformers import BertConfig, BertForSequenceClassification, DistilBertConfig, DistilBertModel
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    DistilBertConfig,
+    DistilBertModel,
+    TrainingArguments,
+)
 
 from sorbet import Artifact, SorbetError, madeup
 from sorbet.configuration_sorbet import STAGES
@@ -30,7 +38,15 @@ from sorbet.distillation.command import changed
 from sorbet.distillation.losses import attention_loss, logits_loss, representation_loss
 from sorbet.distillation.recipe import Recipe, Step, load_recipe, parse_recipe, to_dict
 from sorbet.distillation.tasks import GLUE, Examples, load_files, load_glue, split
-from sorbet.distillation.trainer import Collator, last_checkpoint, parameter_groups, schedule
+from sorbet.distillation.trainer import (
+    Checkpoint,
+    Collator,
+    DistillationTrainer,
+    EncodedExamples,
+    last_checkpoint,
+    parameter_groups,
+    schedule,
+)
 from sorbet.errors import DataError
 from sorbet.hub import push
 
@@ -93,8 +109,10 @@ def test_glue_errors(tmp_path):
     with pytest.raises(DataError, match=r"dev.tsv, line 3: label 'maybe'; it must be one of negative, positive"):
         load_glue("sst2", tmp_path)
     (tmp_path / "dev.tsv").write_text("sentence\tlabel\nx\t2\n")
-    with pytest.raises(DataError, match=r"line 2: label '2'"):
-        load_glue("sst2", tmp_path)
+    for label in ("2", "-1", "01x", "²"):
+        (tmp_path / "dev.tsv").write_text(f"sentence\tlabel\nx\t{label}\n")
+        with pytest.raises(DataError, match=rf"line 2: label '{label}'"):
+            load_glue("sst2", tmp_path)
 
 
 def test_split_is_a_partition_and_reproducible():
@@ -134,6 +152,13 @@ def test_own_files(tmp_path):
     ("train", "dev", "options", "message"),
     [
         ("text,label\na,x\nb,y\n", "text,label\na,z\n", {}, r"d.csv, line 2: label 'z'; it must be one of x, y"),
+        ("text,label\na,1\nb,2\n", "text,label\na,0\n", {}, r"d.csv, line 2: label '0'; it must be one of 1, 2"),
+        ("text,label\na,x\nb,y\n", "text,label\na,-1\n", {}, r"d.csv, line 2: label '-1'"),
+        ("text,label\na,x\nb,\n", None, {}, r"t.csv, line 3: label ''; leave rows without a label out"),
+        ("text,label\na,x\nb,NaN\n", None, {}, r"t.csv, line 3: label 'NaN'"),
+        ("text,label\na,x\nb,y\n", None, {"text": ("label",)}, r"column 'label' is both text and label"),
+        ("text,label\na,x\nb,y\n", None, {"holdout": 0.0}, r"holdout is 0: it must be a share"),
+        ("text,label\na,x\nb,y\n", "text,label\na,x\n", {"holdout": 0.5}, r"both --dev and --holdout"),
         ("text,label\na,x\nb,x\n", None, {}, r"every row is labelled 'x'; a classifier needs at least two"),
         ("text,kind\na,x\nb,y\n", None, {}, r"no label column among text, kind; name it with --label"),
         ("body,label\na,x\nb,y\n", None, {}, r"line 1: no text column among body, label"),
@@ -192,7 +217,6 @@ def test_losses_split_over_examples():
         torch.testing.assert_close(loss(slice(0, 4)), halves)  # sums in another order
         assert loss(slice(0, 4)) > 0
     ours[0][0, 3:] = 1e6
-    assert torch.equal(cases[0](slice(0, 1)), cases[0](slice(0, 1)))
     padded = cases[0](slice(0, 1))
     ours[0][0, 3:] = -5.0
     assert torch.equal(cases[0](slice(0, 1)), padded), "padding counts"
@@ -216,7 +240,8 @@ def test_shipped_recipes(path):
     assert set(recipe.stages) == {"M1", "M2", "M3"}
     assert recipe.task in ("", path.stem)
     assert parse_recipe(to_dict(recipe)) == recipe
-    random_model(**recipe.student)  # options that the configuration knows
+    for name, stage in recipe.stages.items():
+        config(**(STAGES[name] | recipe.student | stage.config))  # options that the configuration knows
 
 
 def test_every_task_has_a_recipe():
@@ -232,11 +257,22 @@ def test_every_task_has_a_recipe():
         ({"stages": {"M4": {}}}, "stage 'M4' is unknown"),
         ({"stages": {"M1": [1]}}, "a mapping of names to values"),
         ({"seed": True}, "seed is True"),
+        ({"all": {"batch_size": 0}}, "batch_size is 0; it must lie in 1"),
+        ({"all": {"learning_rate": -1}}, "learning_rate is -1"),
+        ({"stages": {"M3": {"teacher": "frist"}}}, "teacher is 'frist'; it must be 'previous' or 'first'"),
+        ({"stages": 1}, "stages is 1"),
+        ([1], "a mapping of names to values must stand here"),
     ],
 )
 def test_recipe_errors(raw, message):
     with pytest.raises(SorbetError, match=message):
         parse_recipe(raw)
+
+
+def test_what_a_recipe_does_not_say():
+    recipe = parse_recipe({"all": {"epochs": 9}, "stages": {"M3": {"epochs": 2}}})
+    assert [recipe.stages[name].epochs for name in ("M1", "M2", "M3")] == [9, 9, 2]
+    assert parse_recipe({"all": {"epochs": 9}}).stages["M1"].epochs == 9
 
 
 def test_changes_on_the_command_line(tmp_path):
@@ -251,6 +287,7 @@ def test_changes_on_the_command_line(tmp_path):
         ("M3", "NAME=VALUE"),
         ("M4.epochs=1", "M4 is none of"),
         ("M3.epoch=1", "'epoch' is unknown"),
+        ("M3.epochs=[", "no YAML value"),
     ):
         with pytest.raises(SorbetError, match=message):
             changed(Recipe(), (change,))
@@ -292,15 +329,64 @@ def test_collator():
     assert Collator(9, fixed_length=8)(rows)["token_type_ids"].shape == (2, 8)
 
 
+OLD = '{"global_step": 10, "best_global_step": 5, "best_model_checkpoint": "/elsewhere/checkpoint-5"}'
+
+
 def test_a_half_written_checkpoint_is_passed_over(tmp_path):
-    for step, state in ((5, "{}"), (10, "{}"), (15, '{"half'), (20, None)):
+    for step, state in ((5, "{}"), (10, OLD), (15, '{"half'), (20, None)):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         if state is not None:
             (folder / "trainer_state.json").write_text(state)
-    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+    found = last_checkpoint(tmp_path, max_steps=20)
+    assert found == Checkpoint(tmp_path / "checkpoint-10", tmp_path / "checkpoint-5", finished=False)
     assert not (tmp_path / "checkpoint-20").exists()
-    assert last_checkpoint(tmp_path / "nothing") is None
+    moved = json.loads((tmp_path / "checkpoint-10" / "trainer_state.json").read_text())
+    assert moved["best_model_checkpoint"] == str(tmp_path / "checkpoint-5"), "the run may have moved"
+    assert last_checkpoint(tmp_path, max_steps=10).finished
+    stopped = moved | {"stateful_callbacks": {"TrainerControl": {"args": {"should_training_stop": True}}}}
+    (tmp_path / "checkpoint-10" / "trainer_state.json").write_text(json.dumps(stopped))
+    assert last_checkpoint(tmp_path, max_steps=20).finished, "stopped early is finished"
+    assert last_checkpoint(tmp_path / "nothing", 1) is None
+
+
+def small_trainer(folder, batch=8, accumulation=1, compiled=False, examples=20) -> DistillationTrainer:
+    """A teacher in the making: a small BERT on the labels of made-up remarks."""
+    tokenizer = hf_tokenizer()
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))  # fmt: skip
+    made = madeup.remarks(examples)
+    data = EncodedExamples(Examples([r.text for r in made], [r.label for r in made]), tokenizer, 32)
+    arguments = TrainingArguments(
+        output_dir=folder, max_steps=1, per_device_train_batch_size=batch // accumulation,
+        gradient_accumulation_steps=accumulation, use_cpu=True, report_to=[], logging_steps=1, torch_compile=compiled,
+        save_strategy="no", disable_tqdm=True, label_names=["labels"], remove_unused_columns=False,
+    )  # fmt: skip
+    return DistillationTrainer(
+        model=model, args=arguments, train_dataset=data, eval_dataset=data, data_collator=Collator(0), teacher=None,
+        step=Step(),
+    )  # fmt: skip
+
+
+def test_accumulation_does_not_scale_the_gradient(tmp_path):
+    norms = []
+    for accumulation in (1, 2, 4):
+        trainer = small_trainer(tmp_path, accumulation=accumulation)
+        trainer.train()
+        norms.append(next(entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry))
+    assert norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-4)  # sums in another order
+
+
+def test_compiled_runs_drop_no_example_that_matters(tmp_path):
+    """Batches of one size in training, where there are enough examples for one; every example in evaluation."""
+    trainer = small_trainer(tmp_path, compiled=True)
+    assert [len(batch["labels"]) for batch in trainer.get_train_dataloader()] == [8, 8]
+    assert sum(len(batch["labels"]) for batch in trainer.get_eval_dataloader()) == 20
+    few = small_trainer(tmp_path, compiled=True, examples=5)
+    assert sum(len(batch["labels"]) for batch in few.get_train_dataloader()) == 5
+    assert small_trainer(tmp_path, compiled=False).predict(trainer.eval_dataset).predictions.shape == (20, 2)
 
 
 # -- the chain --------------------------------------------------------------------------------------------------------
@@ -357,18 +443,21 @@ def test_killed_at_random_and_resumed(short_run, tmp_path, seed):
     out = tmp_path / "killed"
     command = [sys.executable, "-m", "sorbet", "distill", "--smoke", "--cpu", "--quiet", "--out", str(out), *SHORT]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for attempt in range(3):
+    interrupted = 0
+    for stage in rng.sample(("teacher", "M1", "M2", "M3"), 2) + ["M3"]:
         process = subprocess.Popen(
             [*command, *["--resume"] * (out / "run.json").is_file()], env=env, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        began = time.monotonic()
-        while not out.is_dir() and time.monotonic() - began < 60:
-            time.sleep(0.05)
-        time.sleep(rng.uniform(0.0, 6.0))
+        began = time.monotonic()  # wait for a checkpoint of this stage, or for the run to end without needing one
+        while process.poll() is None and not any((out / stage).glob("checkpoint-*")):
+            assert time.monotonic() - began < 120
+            time.sleep(0.02)
+        time.sleep(rng.uniform(0.0, 0.6))
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert attempt < 3
+        interrupted += not (out / stage / "result.json").is_file()
+    assert interrupted > 0, "no stage was cut short: the test proves nothing"
     sorbet("distill", "--smoke", "--cpu", "--quiet", "--out", out, *SHORT, *["--resume"] * (out / "run.json").is_file())
     assert weights(out) == weights(short_run)
 
@@ -551,19 +640,68 @@ def test_two_processes_take_one_step_together(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_run_the_chain_of_one(short_run, tmp_path):
-    """`accelerate launch` over two processes: the same steps on the same batches, the same losses."""
+    """Two processes, half of each batch to either: the same steps on the same batches, and nearly the same weights."""
     out = tmp_path / "two"
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
-        "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m", "sorbet", "distill",
-        "--smoke", "--cpu", "--quiet", "--out", str(out), *SHORT,
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        "0",
+        "-m",
+        "sorbet",
+    ]
+    arguments = ["distill", "--smoke", "--cpu", "--quiet", "--out", str(out), *SHORT]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, check=False, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = (json.loads((folder / "results.json").read_text()) for folder in (short_run, out))
-    assert [result["step"] for result in one] == [result["step"] for result in two]
+    assert [result.get("processes") for result in two] == [2, 2, 2, 2, None]
+    assert [result.get("processes") for result in one] == [1, 1, 1, 1, None]
     assert [result.get("steps") for result in one] == [result.get("steps") for result in two]
     assert two[-1]["verified"] == "0 differences in 16 examples"
-    for a, b in zip(one, two, strict=True):  # quantisers amplify the rounding of sums in another order
-        assert abs(a["scores"]["dev"]["accuracy"] - b["scores"]["dev"]["accuracy"]) < 0.15
+    for name, limit in (("teacher", 1e-3), ("M1", 0.02)):
+        ours, theirs = (load_file(folder / name / "model.safetensors") for folder in (short_run, out))
+        start = load_file(short_run.parent / f"{short_run.name}-bert" / "model.safetensors")
+        moved = [k for k in start if f"bert.{k}" in ours and ours[f"bert.{k}"].shape == start[k].shape]
+        assert name != "teacher" or any(not torch.equal(ours[f"bert.{k}"], start[k]) for k in moved), "nothing learned"
+        for key, value in ours.items():  # sums in another order; in M1 a quantiser may amplify one
+            difference = float((value - theirs[key]).float().norm() / (value.float().norm() + 1e-6))
+            assert difference < limit or value.dim() == 0, f"{name} {key}: {difference}"
+
+
+@pytest.mark.parametrize("task", ["mnli", "stsb"])
+def test_two_dev_sets_and_regression(tmp_path, task):
+    """Through the whole chain: texts cut at max_length by every step alike, figures per dev set."""
+    tokenizer = hf_tokenizer()
+    BertModel(BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=64)).save_pretrained(tmp_path / "bert")  # fmt: skip
+    tokenizer.save_pretrained(tmp_path / "bert")
+    folder = tmp_path / GLUE[task].folder
+    folder.mkdir()
+    made = madeup.remarks(160)
+    label = "gold_label" if task == "mnli" else "score"
+    for number, part in enumerate(("train", *GLUE[task].dev)):
+        rows = [
+            f"{a.text}\t{b.text}\t{GLUE[task].labels[a.label + b.label] if task == 'mnli' else a.label + b.label + 0.5}\n"
+            for a, b in zip(made[number:120], made[number + 40 :], strict=False)
+        ]
+        (folder / f"{part}.tsv").write_text(f"sentence1\tsentence2\t{label}\n" + "".join(rows))
+    out = tmp_path / "run"
+    changes = [f"--set={change}" for change in ("max_length=12", "all.epochs=2", "teacher.epochs=2")]
+    sorbet("distill", "--teacher", tmp_path / "bert", "--task", task, "--data", tmp_path, "--cpu", "--quiet", "--out", out,
+           *changes)  # fmt: skip
+    results = {result["step"]: result for result in json.loads((out / "results.json").read_text())}
+    assert list(results["sorbet"]["scores"]) == list(GLUE[task].dev)
+    assert results["sorbet"]["scores"] == results["M3"]["scores"], "cut at the same length by both"
+    assert Artifact.load(out / "model.sorbet").shape.max_positions == 12
+    for part in GLUE[task].dev:
+        for backend in ("reference", "spikes"):
+            arguments = ("--task", task, "--data", tmp_path, "--part", part, "--backend", backend, "--json")
+            found = json.loads(sorbet("evaluate", out / "model.sorbet", *arguments).stdout)
+            assert found["scores"] == results["sorbet"]["scores"][part]
+        if part == GLUE[task].dev[0]:
+            assert found["spike_rate"] == results["sorbet"]["spike_rate"]

@@ -60,7 +60,7 @@ def test_lines_are_known(tmp_path):
         ("a.jsonl", b'{"text": "x"}\n[1]\n', "line 2: list where an object must stand"),
         ("a.jsonl", b'{"text": "x"}\n{"text": 1', "line 2: not JSON"),
         ("a.jsonl", b'{"text": "x"}\n{"label": 1}\n', "line 2: 'text' is missing"),
-        ("a.jsonl", b'{"text": null}\n', "line 1: 'text' is null"),
+        ("a.csv", b"text,text,label\na,b,c\n", "column 'text' stands there twice"),
     ],
 )
 def test_bad_files(tmp_path, name, content, message):

@@ -67,7 +67,8 @@ Best checkpoint on the dev set, as is the custom of the field: a dev score is a 
 
 ## Cost
 
-Spike rate {spiking["spike_rate"]:.4f} (spikes per neuron and step, all sites, {parts[0]} set). Matrix products by the
+Spike rate {spiking["spike_rate"]:.4f}: spikes per neuron and step over all spiking sites (attention probabilities among
+them; keys and values are levels, not spikes), {parts[0]} set. Matrix products by the
 paper's formula, without memory traffic: {spiking["millijoules"]:.3g} mJ a text, the same BERT in float32
 {spiking["bert_millijoules"]:.3g} mJ.
 

@@ -184,6 +184,9 @@ def evaluate(
     ] = None,
     text: Annotated[list[str] | None, typer.Option(help="Text column; twice for pairs.")] = None,
     label: Annotated[str | None, typer.Option(help="Label column.")] = None,
+    part: Annotated[str | None, typer.Option(help="Which dev set, as in dev_mismatched.")] = None,
+    holdout: Annotated[float | None, typer.Option(help="The share of train that the run held out.")] = None,
+    backend: Annotated[str, typer.Option(help="reference (integers) or spikes: the same numbers.")] = "reference",
     as_json: AsJson = False,
 ) -> None:
     """Scores, spike rate and energy of a model on labelled text."""
@@ -192,9 +195,9 @@ def evaluate(
     from .evaluation import evaluate as run
 
     artifact = Artifact.load(model)
-    question, examples = labelled(artifact, data, task, tuple(text or ()), label)
+    question, examples = labelled(artifact, data, task, tuple(text or ()), label, part, holdout)
     with _progress("evaluating", len(examples), hidden=as_json) as advance:
-        found = run(artifact, question, examples, advance)
+        found = run(artifact, question, examples, advance, backend)
     if as_json:
         _print_json(found.to_json())
         return

@@ -38,12 +38,16 @@ Ints = NDArray[np.integer]
 
 @torch.no_grad()
 def convert(
-    model: SorbetForSequenceClassification, tokenizer: Any = None, provenance: dict[str, Any] | None = None
+    model: SorbetForSequenceClassification,
+    tokenizer: Any = None,
+    provenance: dict[str, Any] | None = None,
+    max_length: int | None = None,
 ) -> Artifact:
     """The artefact of a Sorbet at stage M3 (1-bit weights, spikes, PTsoftmax, BSPN); refuses what cannot be exact.
 
     `tokenizer` is a fast transformers tokenizer or one of the tokenizers library; `provenance` is any JSON-able note
-    (teacher, data, recipe, scores) that the file will carry.
+    (teacher, data, recipe, scores) that the file will carry. `max_length` leaves positions out that were never trained:
+    longer texts are then cut there.
     """
     _require_convertible(model)
     _require_exponents(model)
@@ -55,7 +59,7 @@ def convert(
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
         intermediate_size=config.intermediate_size,
-        max_positions=config.max_position_embeddings,
+        max_positions=min(max_length or config.max_position_embeddings, config.max_position_embeddings),
         type_vocab_size=config.type_vocab_size,
         num_labels=config.num_labels,
         num_steps=config.num_steps,
@@ -70,7 +74,7 @@ def convert(
     )
     embeddings = encoder.embeddings
     word, position, token_type = _tables(
-        embeddings.word_embeddings, embeddings.position_embeddings, embeddings.token_type_embeddings
+        embeddings.word_embeddings, embeddings.position_embeddings, embeddings.token_type_embeddings, shape
     )
     hidden = exponent_of(embeddings.norm.neuron)
     regression = config.problem_type == "regression" or config.num_labels == 1
@@ -122,13 +126,15 @@ def _exponent(power_of_two: Tensor) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _tables(word: QuantizedEmbedding, *tables: QuantizedEmbedding) -> tuple[BinaryTable, ByteTable, ByteTable]:
+def _tables(
+    word: QuantizedEmbedding, position: QuantizedEmbedding, token_type: QuantizedEmbedding, shape: Shape
+) -> tuple[BinaryTable, ByteTable, ByteTable]:
     """Three tables on one grid: the finest exponent of any row that is not all zero."""
     word_exponents = _row_exponents(word.row_scale(word.weight))
     values, exponents = [], [word_exponents]
-    for table in tables:
-        scale = fixed_point_scale(table.weight)
-        rows = (fixed_point(table.weight) / scale).to(torch.int8).numpy()
+    for weight in (position.weight[: shape.max_positions], token_type.weight):
+        scale = fixed_point_scale(weight)
+        rows = (fixed_point(weight) / scale).to(torch.int8).numpy()
         used = rows.any(axis=1)
         found = _row_exponents(scale)
         floor = found[used].min() if used.any() else word_exponents.min()

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from .artifact import Artifact, Shape
 from .energy import energy
 from .errors import DataError, SorbetError
-from .reference import Reference
 from .text import TextEncoder, pad
-from .verify import batches, site_encoding
+from .verify import batches, integer_backends, site_encoding
 
 if TYPE_CHECKING:
     from .distillation.tasks import Examples, Task
@@ -53,7 +52,11 @@ class Evaluation:
 
 
 def evaluate(
-    artifact: Artifact, task: "Task", examples: "Examples", progress: Callable[[int], None] = lambda done: None
+    artifact: Artifact,
+    task: "Task",
+    examples: "Examples",
+    progress: Callable[[int], None] = lambda done: None,
+    backend: str = "reference",
 ) -> Evaluation:
     """The task's metrics of the artefact on `examples`, its spike rate and its energy by the paper's formula."""
     from .distillation.metrics import evaluate as score
@@ -63,7 +66,7 @@ def evaluate(
         raise SorbetError(f"the model has {artifact.shape.num_labels} outputs, task {task.name} {expected}")
     if not task.regression and set(artifact.labels) == set(task.labels) and artifact.labels != task.labels:
         raise SorbetError(f"the model's labels come in the order {', '.join(artifact.labels)}, not the task's")
-    logits, spikes, lengths = run(artifact, examples.texts, progress)
+    logits, spikes, lengths = run(artifact, examples.texts, progress, backend)
     try:
         scores = score(task.metrics, logits, np.asarray(examples.labels))
     except ImportError as error:
@@ -80,17 +83,26 @@ def evaluate(
 
 
 def run(
-    artifact: Artifact, texts: Any, progress: Callable[[int], None] = lambda done: None, threads: int = 2
+    artifact: Artifact,
+    texts: Any,
+    progress: Callable[[int], None] = lambda done: None,
+    backend: str = "reference",
+    threads: int = 2,
 ) -> tuple[NDArray[np.float64], Spikes, list[int]]:
     """Logits [N, labels] in the order of the texts, all spikes, and the length of each text in tokens."""
     encoder = TextEncoder(artifact.tokenizer, artifact.shape.max_positions)
     rows = [encoder.ids(text) for text in texts]
-    reference, logits = Reference(artifact), np.empty((len(rows), artifact.shape.num_labels))
+    backends = integer_backends(artifact)
+    if backend not in backends:
+        raise SorbetError(f"backend is {backend!r}: it must be one of {', '.join(backends)}")
+    compute, exponent = backends[backend], artifact.classifier.exponent
+    logits = np.empty((len(rows), artifact.shape.num_labels))
     total = Spikes({}, {})
 
     def one(indices: list[int]) -> tuple[list[int], NDArray[np.float64], Spikes]:
-        batch, trace = pad([rows[i] for i in indices]), {}  # type: ignore[var-annotated]
-        out = reference(batch.input_ids, batch.attention_mask, batch.token_type_ids, trace)
+        batch = pad([rows[i] for i in indices])
+        trace = compute(batch)
+        out = np.ldexp(np.asarray(trace["logits"], np.float64), exponent)
         return indices, out, count_spikes(trace, batch.attention_mask.astype(bool), artifact.shape)
 
     with ThreadPoolExecutor(threads) as pool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -349,13 +350,8 @@ class SorbetForSequenceClassification(SorbetPreTrainedModel):
         New scales and statistics are set from one forward pass over `calibration` (a tokenised batch); without one,
         over random tokens, which serves for shape tests and little else. `overrides` go into the configuration.
         """
-        if stage not in STAGES:
-            raise SorbetError(f"stage is {stage!r}: it must be one of {', '.join(STAGES)}")
-        unknown = sorted(set(overrides) - set(SorbetConfig.__annotations__) - {"num_labels", "id2label", "label2id"})
-        if unknown:
-            raise SorbetError(f"{unknown[0]!r} is no option of SorbetConfig")
         model = source if isinstance(source, PreTrainedModel) else _load_source(source)
-        config = _sorbet_config(model.config, STAGES[stage] | overrides)
+        config = stage_config(model.config, stage, overrides)
         sorbet = cls(config)
         state = _sorbet_state(model)
         own = sorbet.state_dict()
@@ -474,6 +470,22 @@ def _load_source(path: "str | os.PathLike[str]") -> PreTrainedModel:
     if any("SequenceClassification" in name for name in config.architectures or []):
         return _load(path, AutoModelForSequenceClassification)
     return _load(path, BertModel)
+
+
+def stage_config(source: Any, stage: str, options: dict[str, Any]) -> SorbetConfig:
+    """The configuration of a stage, made of a BERT's (or of an earlier Sorbet's)."""
+    if stage not in STAGES:
+        raise SorbetError(f"stage is {stage!r}: it must be one of {', '.join(STAGES)}")
+    unknown = sorted(set(options) - set(SorbetConfig.__annotations__) - {"num_labels", "id2label", "label2id"})
+    if unknown:
+        raise SorbetError(f"{unknown[0]!r} is no option of SorbetConfig")
+    try:
+        return _sorbet_config(source, STAGES[stage] | options)
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        if isinstance(error, SorbetError):
+            raise
+        reason = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise SorbetError(f"stage {stage}: {' '.join(reason)[:200]}") from None
 
 
 def _sorbet_config(source: Any, settings: dict[str, Any]) -> SorbetConfig:

@@ -281,16 +281,22 @@ def _read_jsonl(path: Path, lines: list[str]) -> Table:
         if not isinstance(row, dict):
             raise DataError(f"{path}, line {i}: {type(row).__name__} where an object must stand")
         columns = columns or tuple(row)
-        for name in columns:
-            if not isinstance(row.get(name), str | int | float):
-                problem = "is missing" if name not in row else f"is {json.dumps(row[name])[:40]}"
-                raise DataError(f"{path}, line {i}: {name!r} {problem}; it must be a string or a number")
-        rows.append([str(row[name]) for name in columns])
+        if set(columns) - row.keys():
+            missing = next(name for name in columns if name not in row)
+            raise DataError(f"{path}, line {i}: {missing!r} is missing; the first row has it")
+        rows.append([_json_field(row[name]) for name in columns])
         numbers.append(i)
     return _table(path, columns, rows, numbers)
+
+
+def _json_field(value: Any) -> str:
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value)
 
 
 def _table(path: Path, columns: tuple[str, ...], rows: list[list[str]], numbers: list[int]) -> Table:
     if not rows:
         raise DataError(f"{path}: it has a header and no rows")
+    for name in columns:
+        if columns.count(name) > 1:
+            raise DataError(f"{path}, line 1: column {name!r} stands there twice")
     return Table(path, columns, rows, numbers)

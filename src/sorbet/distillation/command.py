@@ -1,5 +1,6 @@
 """`sorbet distill`: from what a person says to a run, and its results as a table."""
 
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,12 +73,11 @@ def plan(settings: Settings) -> Run:
     recipe = load_recipe(settings.recipe or settings.task or "default")
     recipe = changed(recipe, settings.changes)
     if settings.task is not None:
-        data = load_glue(settings.task, settings.data, settings.holdout, recipe.seed)
+        data = load_glue(settings.task, settings.data, settings.holdout)
     else:
         assert settings.train is not None
         data = load_files(
-            settings.train, settings.dev, settings.text, settings.label, settings.regression, settings.holdout,
-            recipe.seed,
+            settings.train, settings.dev, settings.text, settings.label, settings.regression, settings.holdout
         )  # fmt: skip
     return Run(settings.teacher, data, recipe, settings.out, machine(settings), settings.stages, settings.base)
 
@@ -108,16 +108,26 @@ def changed(recipe: Recipe, changes: tuple[str, ...]) -> Recipe:
                 if not isinstance(place.get(parent), dict):
                     raise SorbetError(f"--set {change}: {parent} is none of teacher, student, all, M1, M2, M3, config")
                 place = place[parent]
-            place[rest[-1] if rest else first] = yaml.safe_load(value)
+            try:
+                place[rest[-1] if rest else first] = yaml.safe_load(value)
+            except yaml.YAMLError:
+                raise SorbetError(f"--set {change}: {value!r} is no YAML value") from None
     return parse_recipe(raw, f"--set {' '.join(changes)}" if changes else "recipe")
 
 
 def smoke_run(settings: Settings) -> Run:
     """A BERT of two layers made on the spot, and made-up film remarks."""
-    out = settings.out or Path(mkdtemp(prefix="sorbet-smoke-"))
-    folder = out.parent / f"{out.name}-bert"
+    state = PartialState(cpu=settings.cpu)
+    if settings.out is None and state.num_processes > 1:
+        raise SorbetError("several processes need a folder that all of them know: name one with --out")
+    scratch = Path(mkdtemp(prefix="sorbet-smoke-"))
+    out = settings.out or scratch / "run"
+    shown = out.parent / f"{out.name}-bert"
+    folder = scratch / "bert" if settings.dry_run or settings.out is None else shown
     tokenizer = madeup.tokenizer()
-    if PartialState(cpu=settings.cpu).is_main_process and not folder.is_dir():
+    if state.is_main_process and not folder.is_dir():
+        target, folder = folder, folder.parent / f"{folder.name}.part"
+        shutil.rmtree(folder, ignore_errors=True)
         torch.manual_seed(0)
         config = BertConfig(
             vocab_size=tokenizer.get_vocab_size(), hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -129,7 +139,8 @@ def smoke_run(settings: Settings) -> Run:
             mask_token="[MASK]", model_max_length=64,
         )  # fmt: skip
         fast.save_pretrained(folder)
-    PartialState().wait_for_everyone()
+        folder = folder.rename(target)
+    state.wait_for_everyone()
     task = Task("madeup", ("text",), "label", madeup.LABELS)
 
     def examples(number: int, seed: int) -> Examples:

@@ -8,6 +8,12 @@ from typing import Any, get_type_hints
 from ..errors import SorbetError
 
 STEPS = ("teacher", "M1", "M2", "M3")
+RANGES: dict[str, tuple[float, float]] = {  # of what a recipe may say
+    "epochs": (1e-3, 1e4), "learning_rate": (1e-9, 10), "batch_size": (1, 2**20), "warmup": (0, 1),
+    "weight_decay": (0, 10), "scale_learning_rate": (0, 10), "max_grad_norm": (1e-6, 1e9), "evaluations": (1, 10**6),
+    "patience": (0, 10**6), "logits": (0, 1e6), "reps": (0, 1e6), "attention": (0, 1e6), "temperature": (1e-3, 1e3),
+    "frozen_scales": (0, 1), "max_length": (2, 2**13), "seed": (0, 2**31), "calibration": (1, 2**16),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,18 +74,22 @@ def _packaged(name: str) -> str:
 
 
 def parse_recipe(raw: dict[str, Any], where: str = "recipe") -> Recipe:
+    if not isinstance(raw, dict):
+        raise SorbetError(f"{where}: a mapping of names to values must stand here, not {raw!r}")
     raw = dict(raw)
     common = _values(Step, raw.pop("all", {}), f"{where}, all")
     teacher = _values(Step, raw.pop("teacher", {}), f"{where}, teacher")
     stages = raw.pop("stages", {})
-    unknown = set(stages) - {"M1", "M2", "M3"}
+    if not isinstance(stages, dict):
+        raise SorbetError(f"{where}: stages is {stages!r}; it must be a mapping of M1, M2, M3")
+    unknown = set(map(str, stages)) - {"M1", "M2", "M3"}
     if unknown:
         raise SorbetError(f"{where}: stage {min(unknown)!r} is unknown; stages are M1, M2, M3")
     made = {}
-    for name, values in stages.items():
-        made[name] = Step(**(common | _values(Step, values or {}, f"{where}, stage {name}")))
+    for name in ("M1", "M2", "M3"):
+        made[name] = Step(**(common | _values(Step, stages.get(name) or {}, f"{where}, stage {name}")))
     recipe = Recipe(**_values(Recipe, raw, where))
-    return replace(recipe, teacher=replace(recipe.teacher, **teacher), stages=made or recipe.stages)
+    return replace(recipe, teacher=replace(recipe.teacher, **teacher), stages=made)
 
 
 def _values(kind: type, raw: dict[str, Any], where: str) -> dict[str, Any]:
@@ -105,6 +115,11 @@ def _values(kind: type, raw: dict[str, Any], where: str) -> dict[str, Any]:
             or (hint is str and not isinstance(value, str))
             or (hint == dict[str, Any] and not isinstance(value, dict))
         )
+        if name == "teacher" and hint is str and value not in ("previous", "first"):
+            raise SorbetError(f"{where}: teacher is {value!r}; it must be 'previous' or 'first'")
+        if number and not wrong and name in RANGES and not RANGES[name][0] <= value <= RANGES[name][1]:
+            low, high = RANGES[name]
+            raise SorbetError(f"{where}: {name} is {value:g}; it must lie in {low:g} … {high:g}")
         if wrong:
             raise SorbetError(f"{where}: {name} is {value!r}; it must be {getattr(hint, '__name__', hint)}")
         made[name] = value

@@ -4,6 +4,7 @@ A run is a folder. Each step has a folder of its own (`teacher`, `M1`, `M2`, `M3
 `result.json` that is written last: where it is, the step is done, and `resume` goes on behind it.
 """
 
+import hashlib
 import json
 import math
 import shutil
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 import transformers
 from accelerate import PartialState
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -27,13 +29,14 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.integrations import is_tensorboard_available
 
 from .. import __version__
 from ..card import model_card
 from ..conversion import convert, obstacles
 from ..errors import SorbetError
 from ..evaluation import evaluate
-from ..modeling_sorbet import SorbetForSequenceClassification, load_tokenizer
+from ..modeling_sorbet import SorbetForSequenceClassification, load_tokenizer, stage_config
 from ..verify import verify
 from .metrics import evaluate as score
 from .recipe import STEPS, Recipe, Step
@@ -46,6 +49,7 @@ from .trainer import (
     distillation_loss,
     last_checkpoint,
     logits_of,
+    write_json,
 )
 
 STAGES = ("M1", "M2", "M3")
@@ -85,13 +89,12 @@ class Run:
         results = [self.step("teacher")]
         for before, stage in zip(("teacher", *self.stages), self.stages, strict=False):
             results.append(self.step(stage, before))
-        if state.is_main_process:
+        if state.is_main_process:  # the others are done: what follows would outlast their patience at a barrier
             spiking = self.spiking(verify_examples)
             results += [spiking] if spiking else []
-            (self.out / "results.json").write_text(json.dumps(results, indent=2))
+            write_json(self.out / "results.json", results)
             if spiking:
                 (self.out / "README.md").write_text(model_card(self.out), encoding="utf-8")
-        state.wait_for_everyone()
         return results
 
     def check(self) -> None:
@@ -110,6 +113,11 @@ class Run:
             )
         self.tokenizer()
         self.is_task_model()
+        for name in self.stages:
+            options = self.recipe.student | self.recipe.step(name).config
+            stage_config(config, name, options)
+        if self.machine.tensorboard and not is_tensorboard_available():
+            raise SorbetError("--tensorboard needs the package tensorboard: pip install tensorboard")
         for name in ("teacher", *self.stages):
             self.batch_size(name)
 
@@ -124,19 +132,22 @@ class Run:
                 raise SorbetError(f"{self.out}: a folder with other things in it; name a new one")
             if not resume:
                 raise SorbetError(f"{self.out}: holds a run already; --resume goes on with it, or name a new folder")
-            before = json.loads(file.read_text())
-            for name in ("teacher", "task", "recipe", "data", "stages"):
+            try:
+                before = json.loads(file.read_text(encoding="utf-8"))
+            except ValueError:
+                raise SorbetError(f"{file}: damaged; name a new folder") from None
+            for name in ("task", "data", "teacher_sha256", "recipe", "stages"):
                 if before.get(name) != json.loads(json.dumps(plan[name])):
                     raise SorbetError(
-                        f"{self.out}: its run has another {name} ({before.get(name)} where now {plan[name]}); "
-                        "resume it with the same settings, or name a new folder"
+                        f"{self.out}: its run has another {name.removesuffix('_sha256')}; "
+                        "resume it with the same settings and files, or name a new folder"
                     )
             return
         self.out.mkdir(parents=True, exist_ok=True)
         if self.base is not None:
             for name in self.shared_steps(self.base):
                 shutil.copytree(self.base / name, self.out / name)
-        file.write_text(json.dumps(plan, indent=2))
+        write_json(file, plan)
 
     def shared_steps(self, base: Path) -> list[str]:
         """The steps, from the teacher on, that another run has finished with the same settings."""
@@ -148,7 +159,7 @@ class Run:
         theirs, ours = before["recipe"], plan["recipe"]
         found: list[str] = []
         for name in ("teacher", *self.stages):
-            same = all(before[key] == plan[key] for key in ("teacher", "task", "data"))
+            same = all(before.get(key) == plan[key] for key in ("teacher_sha256", "task", "data"))
             same = same and all(theirs[key] == ours[key] for key in ("max_length", "seed"))
             if name == "teacher":
                 same = same and theirs["teacher"] == ours["teacher"]
@@ -167,9 +178,13 @@ class Run:
             "task": self.data.task.name,
             "data": {
                 "source": self.data.source,
+                "labels": list(self.data.task.labels),
+                "columns": [*self.data.task.text_columns, self.data.task.label_column],
                 "train": len(self.data.train),
                 **{part: len(examples) for part, examples in self.data.dev.items()},
+                "sha256": fingerprint(self.data.train, *self.data.dev.values()),
             },
+            "teacher_sha256": teacher_fingerprint(self.teacher),
             "recipe": asdict(self.recipe),
             "stages": list(self.stages),
             "versions": {
@@ -186,7 +201,7 @@ class Run:
         folder = self.out / name
         done = folder / "result.json"
         if done.is_file():
-            return json.loads(done.read_text())
+            return json.loads(done.read_text(encoding="utf-8"))
         set_seed(self.recipe.seed + STEPS.index(name))
         tokenizer = self.tokenizer()
         teacher: PreTrainedModel | None = None
@@ -197,16 +212,25 @@ class Run:
             teacher = self.teacher_of(name, before)
         trainer = self.trainer(name, model, teacher, tokenizer)
         if not ready:
-            trainer.train(resume_from_checkpoint=str(found) if (found := last_checkpoint(folder)) else None)
+            found = last_checkpoint(folder, trainer.args.max_steps)
+            if found is not None and found.finished:
+                load_weights(model, found.best or found.path)
+            else:
+                trainer.train(resume_from_checkpoint=str(found.path) if found else None)
         scores = {part: self.scores(trainer, examples) for part, examples in self.data.dev.items()}
-        result = {"step": name, "scores": scores, "steps": trainer.state.global_step}
+        result = {
+            "step": name,
+            "scores": scores,
+            "steps": 0 if ready else trainer.args.max_steps,
+            "processes": trainer.args.world_size,
+        }
         trainer.accelerator.wait_for_everyone()
         if trainer.is_world_process_zero():
             trainer.save_model(str(folder))
             tokenizer.save_pretrained(folder)
+            write_json(done, result)
             for checkpoint in folder.glob("checkpoint-*"):
                 shutil.rmtree(checkpoint)
-            done.write_text(json.dumps(result, indent=2))
         trainer.accelerator.wait_for_everyone()
         return result
 
@@ -243,6 +267,7 @@ class Run:
                 id2label=names,
                 label2id={label: i for i, label in names.items()},
                 problem_type="regression" if task.regression else "single_label_classification",
+                ignore_mismatched_sizes=not self.is_task_model(),  # a head for another task makes way for a new one
                 dtype=torch.float32,  # whatever the file holds: half precision is no precision to train in
             )
         except Exception as error:  # weights that are missing, cut short or of another shape
@@ -290,7 +315,7 @@ class Run:
         machine, per_device = self.machine, self.batch_size(name)
         total = self.num_steps(step)
         every = max(math.ceil(total / step.evaluations), 1)
-        return TrainingArguments(
+        arguments = TrainingArguments(
             output_dir=str(self.out / name),
             max_steps=total,
             per_device_train_batch_size=per_device,
@@ -316,8 +341,10 @@ class Run:
             label_names=["labels"],
             disable_tqdm=machine.quiet,
             log_level="error" if machine.quiet else "passive",
-            dataloader_drop_last=machine.compile,  # a last batch of another size would be compiled anew
+            restore_callback_states_from_checkpoint=True,
         )
+        arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs: `accelerate launch`; DataParallel loses statistics
+        return arguments
 
     def batch_size(self, name: str) -> int:
         """Examples that one process takes at a time."""
@@ -330,11 +357,12 @@ class Run:
         return size // (processes * accumulated)
 
     def num_steps(self, step: Step) -> int:
-        return max(math.ceil(len(self.data.train) * step.epochs / step.batch_size), 1)
+        per_epoch = math.ceil(len(self.data.train) / step.batch_size)
+        return max(math.ceil(per_epoch * step.epochs), 1)
 
     def scores(self, trainer: DistillationTrainer, examples: Examples) -> dict[str, float]:
         dataset = EncodedExamples(examples, self.tokenizer(), self.recipe.max_length)
-        logits = logits_of(trainer, dataset)[: len(examples)]
+        logits = logits_of(trainer, dataset)
         return score(self.data.task.metrics, logits, np.asarray(examples.labels))
 
     def device(self) -> str:
@@ -380,18 +408,21 @@ class Run:
             return None
         examples = next(iter(self.data.dev.values()))
         path = self.out / "model.sorbet"
-        artifact = convert(model, self.tokenizer(), self.provenance())
+        artifact = convert(model, self.tokenizer(), self.provenance(), self.recipe.max_length)
         artifact.save(path)
         chosen = examples.texts[:verify_examples]
         report = verify(artifact, chosen, last) if chosen else None
         if report is not None and report.differing:
             raise SorbetError(f"the converted model differs from the trained one: {report.first}; please report this")
-        result: dict[str, Any] = {"step": "sorbet", "scores": {}, "bytes": path.stat().st_size, "verified": str(report)}
-        for part, dev in self.data.dev.items():
-            found = evaluate(artifact, self.data.task, dev)
-            result["scores"][part] = found.scores
-            result |= {key: value for key, value in found.to_json().items() if key not in ("scores", "examples")}
-        return result
+        found = {part: evaluate(artifact, self.data.task, dev).to_json() for part, dev in self.data.dev.items()}
+        figures = next(iter(found.values()))  # rate and energy are those of the first dev set
+        return {
+            "step": "sorbet",
+            "scores": {part: one["scores"] for part, one in found.items()},
+            **{name: value for name, value in figures.items() if name not in ("scores", "examples")},
+            "bytes": path.stat().st_size,
+            "verified": str(report),
+        }
 
     def provenance(self) -> dict[str, Any]:
         """What the file says of its making: no path of the machine that made it."""
@@ -407,6 +438,29 @@ def metrics_of(task: Task) -> Callable[[Any], dict[str, float]]:
         return score(task.metrics, np.asarray(logits), np.asarray(prediction.label_ids))
 
     return compute
+
+
+def load_weights(model: PreTrainedModel, checkpoint: Path) -> None:
+    model.load_state_dict(load_file(checkpoint / "model.safetensors"))
+
+
+def fingerprint(*parts: Examples) -> str:
+    """A hash of texts and labels."""
+    sha = hashlib.sha256()
+    for examples in parts:
+        sha.update(json.dumps([examples.texts, examples.labels]).encode())
+    return sha.hexdigest()[:16]
+
+
+def teacher_fingerprint(teacher: str) -> str:
+    """A hash of a local teacher's configuration and weights, or the hub's own name of a version."""
+    sha, folder = hashlib.sha256(), Path(teacher)
+    files = sorted(p for p in folder.glob("*") if p.name == "config.json" or p.suffix in (".safetensors", ".bin"))
+    for path in files:
+        sha.update(path.name.encode())
+        with path.open("rb") as file:
+            sha.update(hashlib.file_digest(file, "sha256").digest())
+    return sha.hexdigest()[:16] if files else str(getattr(AutoConfig.from_pretrained(teacher), "_commit_hash", teacher))
 
 
 def smoke_recipe(recipe: Recipe) -> Recipe:

@@ -1,5 +1,6 @@
 """Tasks and their data: GLUE from a folder or from the Hugging Face hub, and a user's own files."""
 
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,6 @@ class Task:
     metrics: tuple[str, ...] = ("accuracy",)  # the first one chooses the best checkpoint
     folder: str = ""  # in GLUE's layout
     dev: tuple[str, ...] = ("dev",)  # splits by file name; the first one chooses
-    spellings: tuple[tuple[str, str], ...] = ()  # how files spell a label, where it is not by name or index
 
     @property
     def regression(self) -> bool:
@@ -39,8 +39,18 @@ class Task:
             if value != value or value in (float("inf"), float("-inf")):
                 raise ValueError(raw)
             return value
-        raw = dict(self.spellings).get(raw, raw)
-        return self.labels.index(raw) if raw in self.labels else range(len(self.labels))[int(raw)]
+        raw = canonical(raw)
+        if raw in self.labels:
+            return self.labels.index(raw)
+        if not self.folder or not raw.isascii() or not raw.isdigit():  # GLUE's files may also count its labels
+            raise ValueError(raw)
+        return range(len(self.labels))[int(raw)]
+
+
+def canonical(label: str) -> str:
+    """A label without the spaces around it; 1.0 is 1."""
+    label = label.strip()
+    return re.sub(r"^(-?\d+)\.0+$", r"\1", label)
 
 
 NLI = ("entailment", "neutral", "contradiction")  # the hub's order; the TSV files spell the names
@@ -138,10 +148,14 @@ def _glue_examples(task: Task, path: Path) -> Examples:
 
 
 def _from_hub(task: Task, repository: str, holdout: float | None, seed: int) -> TaskData:
-    from datasets import load_dataset
-
     try:
+        from datasets import load_dataset
+
         raw = load_dataset(repository, task.name)
+    except ImportError:
+        raise DataError(
+            "data from the hub needs the package datasets (pip install datasets); or name a folder with --data"
+        ) from None
     except Exception as error:  # the library raises many kinds, all of which mean that it is not there
         raise DataError(
             f"{repository} ({task.name}): not to be had from the hub ({str(error).splitlines()[0][:120]}); "
@@ -197,19 +211,24 @@ def load_files(
     """A task made of files (CSV, TSV or JSONL): one or two text columns, labels as strings or numbers."""
     table = read_table(train)
     texts = tuple(text) or text_columns(table)
+    if holdout is not None and dev is not None:
+        raise DataError("both --dev and --holdout: name a dev set, or a share of the training rows to hold out")
     if len(texts) > 2:
         raise DataError(f"{len(texts)} text columns ({', '.join(texts)}): a model reads one or two")
     column = label or next((name for name in LABEL_COLUMNS if name in table.columns), None)
     if column is None:
         raise DataError(f"{train}: no label column among {', '.join(table.columns)}; name it with --label")
-    names = table.column(column)
+    if column in texts:
+        raise DataError(f"{train}: column {column!r} is both text and label; name them with --text and --label")
+    names = [canonical(raw) for raw in table.column(column)]
     labels: tuple[str, ...] = () if regression else _label_names(table, names)
     metrics = ("spearman", "pearson") if regression else ("accuracy", "f1")
     task = Task(Path(train).name.split(".")[0], texts, column, labels, metrics)
     examples = read_examples(task, table)
     if dev is None:
-        examples, held_out = split(examples, holdout or 0.1, seed)
-        source = f"{Path(train).name}, {holdout or 0.1:g} of it held out (seed {seed})"
+        share = 0.1 if holdout is None else holdout
+        examples, held_out = split(examples, share, seed)
+        source = f"{Path(train).name}, {share:g} of it held out (seed {seed})"
         return TaskData(task, examples, {"holdout": held_out}, source)
     return TaskData(
         task, examples, {"dev": read_examples(task, read_table(dev))}, f"{Path(train).name}, {Path(dev).name}"
@@ -217,13 +236,21 @@ def load_files(
 
 
 def labelled(
-    artifact: Artifact, data: str | Path, task: str | None, text: Sequence[str] = (), label: str | None = None
+    artifact: Artifact,
+    data: str | Path,
+    task: str | None,
+    text: Sequence[str] = (),
+    label: str | None = None,
+    part: str | None = None,
+    holdout: float | None = None,
 ) -> tuple[Task, Examples]:
     """The examples to evaluate an artefact on: a GLUE task's dev set, or a file with the artefact's own labels."""
     if task is not None:
         if task not in GLUE:
             raise DataError(f"task is {task!r}: it must be one of {', '.join(GLUE)}")
-        return GLUE[task], load_split(task, data)
+        if holdout is not None:  # the same rows that a run with this share held out
+            return GLUE[task], load_glue(task, data, holdout).dev["holdout"]
+        return GLUE[task], load_split(task, data, part)
     table = read_table(data)
     column = label or next((name for name in LABEL_COLUMNS if name in table.columns), None)
     if column is None:
@@ -238,6 +265,9 @@ def labelled(
 
 def _label_names(table: Table, raw: list[str]) -> tuple[str, ...]:
     found = sorted(set(raw))
+    for line, name in zip(table.lines, raw, strict=True):
+        if not name or name.casefold() in ("nan", "none", "null"):
+            raise DataError(f"{table.path}, line {line}: label {name!r}; leave rows without a label out")
     if len(found) == 1:
         raise DataError(f"{table.path}: every row is labelled {found[0]!r}; a classifier needs at least two classes")
     if len(found) > max(100, len(raw) // 10):

@@ -1,8 +1,10 @@
 """transformers' Trainer with a teacher: losses, parameter groups and schedule of a distillation step."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,7 @@ class DistillationTrainer(Trainer):
 
     def __init__(self, *args: Any, teacher: nn.Module | None, step: Step, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = False  # every loss here is a mean over its batch: accumulation divides it
         self.step = step
         self.teacher = None if teacher is None else prepare_teacher(teacher, self)
 
@@ -85,6 +88,16 @@ class DistillationTrainer(Trainer):
             teacher = self.teacher(**inputs, **extra)
         loss = distillation_loss(student, teacher, inputs["attention_mask"], self.step)
         return (loss, student) if return_outputs else loss
+
+    def get_train_dataloader(self) -> Any:
+        """Compiled code wants batches of one size; evaluation must see every example."""
+        whole = self.args.per_device_train_batch_size * self.args.world_size
+        dataset: Any = self.train_dataset
+        self.args.dataloader_drop_last = self.args.torch_compile and len(dataset) >= whole
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.args.dataloader_drop_last = False
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -158,21 +171,45 @@ def schedule(steps: int, warmup: float, frozen: float) -> Callable[[int], float]
     return factor
 
 
-def last_checkpoint(folder: Path) -> Path | None:
+@dataclass(frozen=True)
+class Checkpoint:
+    path: Path
+    best: Path | None  # the checkpoint of the best evaluation so far
+    finished: bool  # nothing is left to train
+
+
+def last_checkpoint(folder: Path, max_steps: int) -> Checkpoint | None:
     """The newest checkpoint that was written to its end; a half-written one is removed.
 
     The Trainer writes trainer_state.json last, so a checkpoint without it was cut short.
     """
     found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rsplit("-", 1)[1]))
     for path in reversed(found):
+        file = path / "trainer_state.json"
         try:
-            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-            return path
-        except (OSError, ValueError):
+            state = json.loads(file.read_text(encoding="utf-8"))
+            best = state.get("best_global_step")
+            control = state.get("stateful_callbacks", {}).get("TrainerControl", {}).get("args", {})
+        except (OSError, ValueError, AttributeError):
             shutil.rmtree(path)
+            continue
+        best_path = folder / f"checkpoint-{best}" if best else None
+        if best_path is not None and state.get("best_model_checkpoint") != str(best_path):  # the run has moved
+            write_json(file, state | {"best_model_checkpoint": str(best_path)})
+        finished = state.get("global_step", 0) >= max_steps or bool(control.get("should_training_stop"))
+        return Checkpoint(path, best_path, finished)
     return None
 
 
-def logits_of(trainer: Trainer, dataset: Dataset) -> np.ndarray:
+def write_json(path: Path, value: Any) -> None:
+    """All of it or nothing: a file that is there is whole."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(json.dumps(value, indent=2), encoding="utf-8")
+    os.replace(beside, path)
+
+
+def logits_of(trainer: Trainer, dataset: EncodedExamples) -> np.ndarray:
     predictions = trainer.predict(dataset).predictions
-    return np.asarray(predictions[0] if isinstance(predictions, tuple) else predictions)
+    logits = np.asarray(predictions[0] if isinstance(predictions, tuple) else predictions)
+    assert len(logits) == len(dataset), f"{len(logits)} predictions for {len(dataset)} examples"
+    return logits
