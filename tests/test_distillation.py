@@ -9,6 +9,7 @@ import os
 import random
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -444,7 +445,7 @@ def test_killed_at_random_and_resumed(short_run, tmp_path, seed):
     command = [sys.executable, "-m", "sorbet", "distill", "--smoke", "--cpu", "--quiet", "--out", str(out), *SHORT]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     interrupted = 0
-    for stage in rng.sample(("teacher", "M1", "M2", "M3"), 2) + ["M3"]:
+    for stage in [*rng.sample(("teacher", "M1", "M2", "M3"), 2), "M3"]:
         process = subprocess.Popen(
             [*command, *["--resume"] * (out / "run.json").is_file()], env=env, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -624,12 +625,17 @@ def test_what_is_wrong_is_said_before_anything_starts(tmp_path, monkeypatch, arg
 def test_two_processes_take_one_step_together(tmp_path):
     """Gradients, ψ and ν of a batch split over two processes are those of the whole batch in one."""
     script = Path(__file__).with_name("two_processes.py")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     for world in (1, 2):
-        running = [
-            subprocess.Popen([sys.executable, str(script), str(rank), str(world), str(tmp_path)])
-            for rank in range(world)
-        ]
-        assert [process.wait(120) for process in running] == [0] * world
+        places = [[str(rank), str(world), str(tmp_path), str(port)] for rank in range(world)]
+        running = [subprocess.Popen([sys.executable, str(script), *place]) for place in places]
+        try:
+            assert [process.wait(90) for process in running] == [0] * world
+        finally:
+            for process in running:
+                process.kill()
     whole, first, second = (torch.load(tmp_path / f"{name}.pt") for name in ("1-0", "2-0", "2-1"))
     for name, value in whole.items():
         assert torch.equal(first[name], second[name]), f"{name}: the processes disagree"
@@ -643,19 +649,9 @@ def test_two_processes_run_the_chain_of_one(short_run, tmp_path):
     """Two processes, half of each batch to either: the same steps on the same batches, and nearly the same weights."""
     out = tmp_path / "two"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        "--master_port",
-        "0",
-        "-m",
-        "sorbet",
-    ]
-    arguments = ["distill", "--smoke", "--cpu", "--quiet", "--out", str(out), *SHORT]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, check=False, env=env)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "sorbet"]
+    command = [*launch, "distill", "--smoke", "--cpu", "--quiet", "--out", str(out), *SHORT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = (json.loads((folder / "results.json").read_text()) for folder in (short_run, out))
     assert [result.get("processes") for result in two] == [2, 2, 2, 2, None]
@@ -669,7 +665,9 @@ def test_two_processes_run_the_chain_of_one(short_run, tmp_path):
         assert name != "teacher" or any(not torch.equal(ours[f"bert.{k}"], start[k]) for k in moved), "nothing learned"
         for key, value in ours.items():  # sums in another order; in M1 a quantiser may amplify one
             difference = float((value - theirs[key]).float().norm() / (value.float().norm() + 1e-6))
-            assert difference < limit or value.dim() == 0, f"{name} {key}: {difference}"
+            # What is added to all keys alike has no gradient but rounding, which AdamW makes steps of.
+            exempt = value.dim() == 0 or key.endswith(("key.bias", "key_neuron.shift"))
+            assert exempt or difference < limit, f"{name} {key}: {difference}"
 
 
 @pytest.mark.parametrize("task", ["mnli", "stsb"])
@@ -685,15 +683,14 @@ def test_two_dev_sets_and_regression(tmp_path, task):
     made = madeup.remarks(160)
     label = "gold_label" if task == "mnli" else "score"
     for number, part in enumerate(("train", *GLUE[task].dev)):
-        rows = [
-            f"{a.text}\t{b.text}\t{GLUE[task].labels[a.label + b.label] if task == 'mnli' else a.label + b.label + 0.5}\n"
-            for a, b in zip(made[number:120], made[number + 40 :], strict=False)
-        ]
+        rows = []
+        for a, b in zip(made[number:120], made[number + 40 :], strict=False):
+            both = a.label + b.label
+            rows.append(f"{a.text}\t{b.text}\t{GLUE[task].labels[both] if task == 'mnli' else both + 0.5}\n")
         (folder / f"{part}.tsv").write_text(f"sentence1\tsentence2\t{label}\n" + "".join(rows))
     out = tmp_path / "run"
-    changes = [f"--set={change}" for change in ("max_length=12", "all.epochs=2", "teacher.epochs=2")]
-    sorbet("distill", "--teacher", tmp_path / "bert", "--task", task, "--data", tmp_path, "--cpu", "--quiet", "--out", out,
-           *changes)  # fmt: skip
+    options = ["--cpu", "--quiet", "--set=max_length=12", "--set=all.epochs=2", "--set=teacher.epochs=2"]
+    sorbet("distill", "--teacher", tmp_path / "bert", "--task", task, "--data", tmp_path, "--out", out, *options)
     results = {result["step"]: result for result in json.loads((out / "results.json").read_text())}
     assert list(results["sorbet"]["scores"]) == list(GLUE[task].dev)
     assert results["sorbet"]["scores"] == results["M3"]["scores"], "cut at the same length by both"

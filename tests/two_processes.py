@@ -8,7 +8,7 @@ from conftest import random_inputs, random_model
 from torch.nn.parallel import DistributedDataParallel
 
 
-def step(rank: int, world: int, folder: str) -> None:
+def step(rank: int, world: int, folder: str, port: str) -> None:
     model = random_model(seed=2)
     for name, buffer in model.named_buffers():
         if name.endswith("running_nu"):
@@ -18,7 +18,7 @@ def step(rank: int, world: int, folder: str) -> None:
     labels = torch.tensor([0, 1, 2, 0])
     network = model
     if world > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
         network = DistributedDataParallel(model)
         inputs = {name: value[rank::world] for name, value in inputs.items()}
         labels = labels[rank::world]
@@ -28,9 +28,10 @@ def step(rank: int, world: int, folder: str) -> None:
     state = {name: parameter.grad for name, parameter in model.named_parameters()} | dict(model.named_buffers())
     torch.save(state, f"{folder}/{world}-{rank}.pt")
     if world > 1:
+        dist.barrier()
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    step(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    step(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -132,6 +132,7 @@ def smoke_run(settings: Settings) -> Run:
         config = BertConfig(
             vocab_size=tokenizer.get_vocab_size(), hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
             intermediate_size=128, max_position_embeddings=64,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )  # fmt: skip
         BertModel(config).save_pretrained(folder)
         fast = PreTrainedTokenizerFast(

@@ -228,6 +228,7 @@ class Run:
         if trainer.is_world_process_zero():
             trainer.save_model(str(folder))
             tokenizer.save_pretrained(folder)
+            (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle that nothing here reads
             write_json(done, result)
             for checkpoint in folder.glob("checkpoint-*"):
                 shutil.rmtree(checkpoint)
@@ -279,8 +280,9 @@ class Run:
         texts = self.data.train.texts[:: max(len(self.data.train) // self.recipe.calibration, 1)]
         first, second = columns(texts[: self.recipe.calibration])
         batch = tokenizer(
-            first, second, padding=True, truncation=True, max_length=self.recipe.max_length, return_tensors="pt"
-        )
+            first, second, padding=True, truncation=True, max_length=self.recipe.max_length, return_tensors="pt",
+            return_token_type_ids=True,
+        )  # fmt: skip
         calibration = {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in batch}
         options = self.recipe.student | self.recipe.step(stage).config
         return SorbetForSequenceClassification.from_bert(str(self.out / before), stage, calibration, **options)
@@ -342,6 +344,7 @@ class Run:
             disable_tqdm=machine.quiet,
             log_level="error" if machine.quiet else "passive",
             restore_callback_states_from_checkpoint=True,
+            ddp_find_unused_parameters=False,
         )
         arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs: `accelerate launch`; DataParallel loses statistics
         return arguments

@@ -28,11 +28,11 @@ class EncodedExamples(Dataset):
 
     def __init__(self, examples: Examples, tokenizer: Any, max_length: int):
         first, second = columns(examples.texts)
-        encoded = tokenizer(first, second, truncation=True, max_length=max_length)
-        types = encoded.get("token_type_ids") or [[0] * len(ids) for ids in encoded["input_ids"]]
+        # Token types are what the artefact's tokenizer gives, asked for or not: training has to see the same.
+        encoded = tokenizer(first, second, truncation=True, max_length=max_length, return_token_type_ids=True)
         self.rows = [
             {"input_ids": ids, "token_type_ids": kinds, "labels": label}
-            for ids, kinds, label in zip(encoded["input_ids"], types, examples.labels, strict=True)
+            for ids, kinds, label in zip(encoded["input_ids"], encoded["token_type_ids"], examples.labels, strict=True)
         ]
 
     def __len__(self) -> int:
