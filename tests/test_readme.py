@@ -49,7 +49,11 @@ def test_readme(tmp_path, monkeypatch):
         elif "--smoke" in arguments or "sst2" in arguments:
             continue  # tested in test_distillation; needs the hub
         elif arguments[0] == "distill":
-            arguments += ["--cpu", "--quiet", "--set", "all.epochs=1", "--set", "teacher.epochs=1"]
+            arguments += [
+                "--cpu",
+                "--quiet",
+                *(f"--set={x}" for x in ("all.epochs=1", "teacher.epochs=1", "max_length=40")),
+            ]
             arguments[arguments.index("--out") + 1] = "runs/sst2"
         assert sorbet(*arguments).returncode == 0
 
