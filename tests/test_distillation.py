@@ -37,7 +37,7 @@ from sorbet.configuration_sorbet import STAGES
 from sorbet.distillation import metrics as M
 from sorbet.distillation.command import changed
 from sorbet.distillation.losses import attention_loss, logits_loss, representation_loss
-from sorbet.distillation.recipe import Recipe, Step, load_recipe, parse_recipe, to_dict
+from sorbet.distillation.recipe import Recipe, Step, load_recipe, parse_recipe
 from sorbet.distillation.tasks import GLUE, Examples, load_files, load_glue, split
 from sorbet.distillation.trainer import (
     Checkpoint,
@@ -240,7 +240,7 @@ def test_shipped_recipes(path):
     assert recipe == load_recipe(path.stem)
     assert set(recipe.stages) == {"M1", "M2", "M3"}
     assert recipe.task in ("", path.stem)
-    assert parse_recipe(to_dict(recipe)) == recipe
+    assert parse_recipe(dataclasses.asdict(recipe)) == recipe
     for name, stage in recipe.stages.items():
         config(**(STAGES[name] | recipe.student | stage.config))  # options that the configuration knows
 

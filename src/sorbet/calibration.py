@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .functional import root_mean_square
 from .layers import Dyadic, SpikeNeuron, SpikingNorm
 
 
@@ -51,7 +52,7 @@ def _hooked(model: nn.Module, valid: Tensor, names: set[str] | None) -> Iterator
         gain = (centred * target).sum(dim=0) / centred.square().sum(dim=0).clamp_min(1e-9)
         norm.running_square.copy_(x_hat.square().mean(dim=0).clamp_min(1e-6))
         norm.bias.copy_(target.mean(dim=0) - gain * x_hat.mean(dim=0))
-        norm.weight.copy_(gain * norm.psi())
+        norm.weight.copy_(gain * root_mean_square(norm.running_square))
 
     handles = []
     for name, module in model.named_modules():

@@ -305,11 +305,17 @@ def bspn(
     running ψ² (`square`) and ν. `power_of_two_gain` is the paper's ‡ variant: γ/ψ goes to the nearest power of two.
     """
     x_hat = group_shift(x, groups, fraction_bits, shift_rounding, group_gradient == "scale")
-    psi = root_mean_square(square)
-    gain = power_of_two(gamma / psi, scale_rounding) if power_of_two_gain else gamma / psi
+    gain = bspn_gain(gamma, square, power_of_two_gain, scale_rounding)
     if token_weight is None:
         return x_hat * gain + beta, x_hat
-    return power_norm(x_hat, square, nu, token_weight, momentum) * (gain * psi) + beta, x_hat
+    x_norm = power_norm(x_hat, square, nu, token_weight, momentum)
+    return x_norm * (gain * root_mean_square(square)) + beta, x_hat
+
+
+def bspn_gain(gamma: Tensor, square: Tensor, power_of_two_gain: bool = False, rounding: str = "log") -> Tensor:
+    """γ/ψ; the nearest power of two in the ‡ variant."""
+    gain = gamma / root_mean_square(square)
+    return power_of_two(gain, rounding) if power_of_two_gain else gain
 
 
 def valid_token_weight(x: Tensor, mask: Tensor | None) -> Tensor:

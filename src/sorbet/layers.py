@@ -205,12 +205,7 @@ class SpikingNorm(nn.Module):
             self.register_buffer("running_nu", torch.zeros(dim))  # ν of PowerNorm's backward
 
     def gain(self) -> Tensor:
-        """γ/ψ; a power of two in the ‡ variant."""
-        gain = self.weight / self.psi()
-        return S.power_of_two(gain, self.scale_rounding) if self.norm_type == "bspn-pow2" else gain
-
-    def psi(self) -> Tensor:
-        return S.root_mean_square(self.running_square)
+        return S.bspn_gain(self.weight, self.running_square, self.norm_type == "bspn-pow2", self.scale_rounding)
 
     def forward(self, x: Tensor, token_weight: Tensor | None = None) -> Dyadic:
         if self.norm_type == "layernorm":

@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -16,7 +16,7 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from .. import madeup
 from ..errors import SorbetError
-from .recipe import Recipe, Step, load_recipe, parse_recipe, to_dict
+from .recipe import Recipe, Step, load_recipe, parse_recipe
 from .run import STAGES, Machine, Run, smoke_recipe
 from .tasks import Examples, Task, TaskData, load_files, load_glue
 
@@ -91,7 +91,7 @@ def machine(settings: Settings) -> Machine:
 
 def changed(recipe: Recipe, changes: tuple[str, ...]) -> Recipe:
     """`M3.epochs=4`, `all.batch_size=32`, `student.encoding=offset`, `seed=1` on top of a recipe."""
-    raw = to_dict(recipe)
+    raw = asdict(recipe)
     for change in changes:
         path, equals, value = change.partition("=")
         if not equals:
@@ -120,27 +120,27 @@ def smoke_run(settings: Settings) -> Run:
     state = PartialState(cpu=settings.cpu)
     if settings.out is None and state.num_processes > 1:
         raise SorbetError("several processes need a folder that all of them know: name one with --out")
-    scratch = Path(mkdtemp(prefix="sorbet-smoke-"))
-    out = settings.out or scratch / "run"
-    shown = out.parent / f"{out.name}-bert"
-    folder = scratch / "bert" if settings.dry_run or settings.out is None else shown
+    kept = settings.out is not None and not settings.dry_run
+    home = settings.out.parent if settings.out and kept else Path(mkdtemp(prefix="sorbet-smoke-"))
+    out = settings.out or home / "run"
+    bert = home / f"{out.name}-bert"
     tokenizer = madeup.tokenizer()
-    if state.is_main_process and not folder.is_dir():
-        target, folder = folder, folder.parent / f"{folder.name}.part"
-        shutil.rmtree(folder, ignore_errors=True)
+    if state.is_main_process and not bert.is_dir():
+        part = bert.with_name(f"{bert.name}.part")  # a kill in between leaves no half-made BERT behind
+        shutil.rmtree(part, ignore_errors=True)
         torch.manual_seed(0)
         config = BertConfig(
             vocab_size=tokenizer.get_vocab_size(), hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
             intermediate_size=128, max_position_embeddings=64,
             hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )  # fmt: skip
-        BertModel(config).save_pretrained(folder)
+        BertModel(config).save_pretrained(part)
         fast = PreTrainedTokenizerFast(
             tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
             mask_token="[MASK]", model_max_length=64,
         )  # fmt: skip
-        fast.save_pretrained(folder)
-        folder = folder.rename(target)
+        fast.save_pretrained(part)
+        part.rename(bert)
     state.wait_for_everyone()
     task = Task("madeup", ("text",), "label", madeup.LABELS)
 
@@ -150,7 +150,7 @@ def smoke_run(settings: Settings) -> Run:
 
     data = TaskData(task, examples(3200, 1), {"dev": examples(320, 2)}, "made-up film remarks")
     recipe = changed(smoke_recipe(Recipe(task="madeup")), settings.changes)
-    return Run(str(folder), data, recipe, out, machine(settings), settings.stages, settings.base)
+    return Run(str(bert), data, recipe, out, machine(settings), settings.stages, settings.base)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

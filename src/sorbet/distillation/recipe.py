@@ -1,6 +1,6 @@
 """A recipe: every number of a distillation, in one small YAML file per task (`sorbet/recipes/`)."""
 
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -124,8 +124,3 @@ def _values(kind: type, raw: dict[str, Any], where: str) -> dict[str, Any]:
             raise SorbetError(f"{where}: {name} is {value!r}; it must be {getattr(hint, '__name__', hint)}")
         made[name] = value
     return made
-
-
-def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """What `parse_recipe` reads back as the same recipe."""
-    return asdict(recipe)

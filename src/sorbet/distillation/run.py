@@ -63,7 +63,6 @@ class Machine:
     compile: bool = False
     cpu: bool = False
     accumulation: int = 1  # batches of batch_size / accumulation, added up
-    save_steps: int | None = None  # checkpoints to resume from; none: at each evaluation
     quiet: bool = False
     tensorboard: bool = False
 
@@ -211,17 +210,20 @@ class Run:
             model, ready = self.student(name, before, tokenizer), False
             teacher = self.teacher_of(name, before)
         trainer = self.trainer(name, model, teacher, tokenizer)
+        steps = 0
         if not ready:
             found = last_checkpoint(folder, trainer.args.max_steps)
             if found is not None and found.finished:
                 load_weights(model, found.best or found.path)
+                steps = found.step
             else:
                 trainer.train(resume_from_checkpoint=str(found.path) if found else None)
+                steps = trainer.state.global_step
         scores = {part: self.scores(trainer, examples) for part, examples in self.data.dev.items()}
         result = {
             "step": name,
             "scores": scores,
-            "steps": 0 if ready else trainer.args.max_steps,
+            "steps": steps,
             "processes": trainer.args.world_size,
         }
         trainer.accelerator.wait_for_everyone()

@@ -177,6 +177,10 @@ class Checkpoint:
     best: Path | None  # the checkpoint of the best evaluation so far
     finished: bool  # nothing is left to train
 
+    @property
+    def step(self) -> int:
+        return int(self.path.name.rsplit("-", 1)[1])
+
 
 def last_checkpoint(folder: Path, max_steps: int) -> Checkpoint | None:
     """The newest checkpoint that was written to its end; a half-written one is removed.
