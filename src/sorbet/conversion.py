@@ -287,11 +287,10 @@ def _require_exponents(model: SorbetForSequenceClassification) -> None:
 
 def obstacles(model: SorbetForSequenceClassification) -> list[str]:
     """What of the configuration has no integer form; empty for an M3."""
-    return list(_obstacles(model))
+    return list(_obstacles(model.config))
 
 
-def _obstacles(model: SorbetForSequenceClassification) -> Iterator[str]:
-    config: Any = model.config
+def _obstacles(config: Any) -> Iterator[str]:
     wanted = {
         "weight_bits": (1,),
         "activation_bits": (1, 2, 3, 4),
